@@ -1,0 +1,39 @@
+"""The op table and the backends that serve it. `ops_for(backend, device)` gives the ops; kernels know no policy."""
+
+from __future__ import annotations
+
+import torch
+
+from hot.backends import ops as ops  # declares every op
+from hot.backends.table import (
+    AUTO,
+    OPS,
+    REFERENCE,
+    Backend,
+    Kernel,
+    Op,
+    Ops,
+    backends,
+    get_ops,
+    kernels,
+    ops_for,
+    register_backend,
+    register_kernel,
+)
+
+__all__ = [
+    "AUTO", "OPS", "REFERENCE", "Backend", "Kernel", "Op", "Ops", "backends", "get_ops", "kernels", "ops_for",
+    "register_backend", "register_kernel",
+]  # fmt: skip
+
+register_backend(
+    Backend(
+        REFERENCE,
+        devices=("cpu", "cuda"),
+        probe=lambda: (True, f"plain torch {torch.__version__}"),
+        load=lambda: None,
+        priority=0,
+    )
+)
+
+from hot.backends import reference as reference  # noqa: E402  registers the reference kernels

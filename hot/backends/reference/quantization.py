@@ -1,0 +1,181 @@
+"""quantize, dequantize, pack4, unpack4: codes and scales, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hot.backends.ops import FLOAT8, bits_of, code_dtype, compute_dtype
+from hot.backends.table import REFERENCE, register_kernel
+
+TINY = torch.finfo(torch.float32).tiny  # the least scale: 1 / TINY is finite, and a group of zeros gives zeros
+
+
+def rounding_noise(x: Tensor, rounding: str, index: Tensor) -> Tensor:
+    """The noise u ∈ (0, 1) that ⌊v + u⌋ rounds with, one for each element of x (rows, K), float32, mean ½.
+
+    ``hashed``: (2·h + 1) / 2¹⁷ with h the upper 16 bits of a 32-bit hash of the element's own float32 bits and of its index
+    row·K + column (int32, mod 2³²; overwritten); the mixer is xxHash32's avalanche. The steps of 2⁻¹⁷ add exactly to
+    |v| ≤ 127, so an integer v stays itself. ``pseudo_stochastic``: (2·m + 1) / 2¹² with m the 11 low bits of the mantissa
+    (NITI, M. Wang et al. 2020). ``stochastic``: torch's generator of the device, which follows torch.manual_seed.
+    """
+    if rounding == "stochastic":
+        return torch.rand_like(x, dtype=torch.float32).mul_(2**16).floor_().mul_(2.0**-16).add_(2.0**-17)
+    bits = x.to(torch.float32).view(torch.int32)
+    if rounding == "pseudo_stochastic":
+        return (bits & 0x7FF).to(torch.float32).mul_(2.0**-11).add_(2.0**-12)
+    h = index.mul_(_i32(0x9E3779B1)).add_(bits)  # int32 wraps around: arithmetic mod 2^32
+    h ^= _shift(h, 15)
+    h *= _i32(0x85EBCA77)
+    h ^= _shift(h, 13)
+    h *= _i32(0xC2B2AE3D)
+    return _shift(h, 16).to(torch.float32).mul_(2.0**-16).add_(2.0**-17)
+
+
+def _i32(constant: int) -> int:
+    """A 32-bit constant as the signed number with the same bits."""
+    return constant - 2**32 if constant >= 2**31 else constant
+
+
+def _shift(h: Tensor, by: int) -> Tensor:
+    """Logical shift right of int32."""
+    return (h >> by).bitwise_and_((1 << (32 - by)) - 1)
+
+
+def _group_reduce(x: Tensor, granularity: str, group: int, kind: str) -> Tensor:
+    """The largest value (``max``) or the mean of each scale group of x ≥ 0, in the shape of its scale."""
+    if x.shape[1] == 0 or x.shape[0] == 0:
+        shape = {"tensor": (1, 1), "row": (x.shape[0], 1), "token": (1, x.shape[1]), "block": (x.shape[0], 0)}
+        return x.new_zeros(shape[granularity])
+    dims = {"tensor": (0, 1), "row": (1,), "token": (0,)}
+    if granularity == "block":
+        padded = F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+        if kind == "max":
+            return padded.amax(2)
+        count = torch.full((padded.shape[1],), group, device=x.device, dtype=x.dtype)
+        count[-1] -= padded.shape[1] * group - x.shape[1]
+        return padded.sum(2) / count
+    return x.amax(dims[granularity], keepdim=True) if kind == "max" else x.mean(dims[granularity], keepdim=True)
+
+
+def _spread(scale: Tensor, k: int, group: int) -> Tensor:
+    """A block scale with one column for each of the k columns it covers; the other scales broadcast as they are."""
+    return scale.repeat_interleave(group, 1)[:, :k] if group else scale
+
+
+def _range(x: Tensor, granularity: str, group: int, clip: Sequence[float]) -> Tensor:
+    """The magnitude that maps to the largest code: max |x| of the group, or SAWB's clip (Choi et al. 2019) inside it."""
+    magnitude = x.abs()
+    top = _group_reduce(magnitude, granularity, group, "max")
+    if not clip:
+        return top
+    mean, square = (_group_reduce(m, granularity, group, "mean") for m in (magnitude, magnitude.square()))
+    clipped = clip[0] * square.sqrt() - clip[1] * mean
+    return torch.where((clipped > 0) & (clipped < top), clipped, top)
+
+
+@register_kernel("quantize", backend=REFERENCE)
+def quantize(
+    x: Tensor, format: str, granularity: str, group: int, rounding: str, clip: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    x = x.to(compute_dtype(x))
+    limit = _largest_code(format)
+    scale = (_range(x, granularity, group, clip) / limit).clamp_min(TINY).to(torch.float32)
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    inverse = _spread(scale.reciprocal(), x.shape[1], group if granularity == "block" else 0).to(x.dtype)
+    codes = torch.empty(x.shape, dtype=code_dtype(format), device=x.device)
+    for rows, columns in _tiles(x):
+        tile = x[rows, columns]
+        index = _index(tile, rows.start, columns.start, x.shape[1]) if rounding == "hashed" else x.new_empty(0)
+        own = inverse[rows if inverse.shape[0] > 1 else slice(None), columns if inverse.shape[1] > 1 else slice(None)]
+        codes[rows, columns] = _codes(tile, own, format, rounding, limit, index)
+    return codes, scale
+
+
+def _tiles(x: Tensor) -> list[tuple[slice, slice]]:
+    """The tiles to work in: on the CPU strips of about 2¹⁸ elements, which stay in its cache from pass to pass."""
+    rows, k = x.shape
+    if x.is_cuda or x.numel() <= 2**19 or torch.compiler.is_compiling():
+        return [(slice(0, rows), slice(0, k))]
+    if _columns_outermost(x):
+        step = max(2**18 // rows, 1)
+        return [(slice(0, rows), slice(at, min(at + step, k))) for at in range(0, k, step)]
+    step = max(2**18 // k, 1)
+    return [(slice(at, min(at + step, rows)), slice(0, k)) for at in range(0, rows, step)]
+
+
+def _columns_outermost(x: Tensor) -> bool:
+    return x.stride(0) < x.stride(1)
+
+
+def _index(tile: Tensor, row: int, column: int, k: int) -> Tensor:
+    """row·K + column of every element, mod 2³² as int32, laid out as the tile is."""
+    rows, columns = (
+        torch.arange(at, at + n, device=tile.device) for at, n in zip((row, column), tile.shape, strict=True)
+    )
+    if _columns_outermost(tile):
+        return (columns.to(torch.int32)[:, None] + (rows * k).to(torch.int32)).T
+    return (rows * k).to(torch.int32)[:, None] + columns.to(torch.int32)
+
+
+def _codes(x: Tensor, inverse: Tensor, format: str, rounding: str, limit: float, index: Tensor) -> Tensor:
+    """The codes of x, given the reciprocal of its scale."""
+    v = (x * inverse).clamp_(-limit, limit)
+    u = None if rounding == "nearest" else rounding_noise(x, rounding, index)
+    if format in FLOAT8:
+        return _round_float8(v, u, FLOAT8[format])
+    v = v.nan_to_num_(nan=0.0)
+    if format.startswith("log"):
+        return _round_log(v, u).to(torch.int8)
+    codes = v.round_() if u is None else v.add_(u).floor_()
+    return codes.clamp_(-limit, limit).to(torch.int8)
+
+
+def _largest_code(format: str) -> float:
+    if format in FLOAT8:
+        return torch.finfo(FLOAT8[format]).max
+    levels = 2 ** (bits_of(format) - 1) - 1
+    return 2.0 ** (levels - 1) if format.startswith("log") else float(levels)
+
+
+def _round_log(v: Tensor, u: Tensor | None) -> Tensor:
+    """v to 0 or ±2^k, k ≥ 0, unbiased where u is (LUQ, Chmiel et al. 2021): between two levels, up with the linear share."""
+    magnitude = v.abs()
+    level = torch.exp2(magnitude.clamp_min(1).log2().floor())
+    level = torch.where(magnitude < 1, 0.0, level)
+    step = level.clamp_min(1)  # the distance to the next level, which is also the level itself from 1 on
+    share = (magnitude - level) / step
+    up = share >= 0.5 if u is None else share + u >= 1
+    return (level + step * up).copysign(v)
+
+
+def _round_float8(v: Tensor, u: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """v to a float8 grid: torch's cast rounds to nearest even; noise rounds on the quantum of v's own binade."""
+    if u is not None:
+        info = torch.finfo(dtype)
+        _, exponent = torch.frexp(v)  # |v| = m · 2^exponent with ½ ≤ m < 1
+        least = torch.frexp(torch.tensor(info.smallest_normal)).exponent.item()
+        quantum = torch.exp2(exponent.clamp_min(least).to(v.dtype) - 1) * info.eps
+        v = ((v / quantum + u).floor() * quantum).clamp(info.min, info.max)
+    return v.to(torch.float32).to(dtype)
+
+
+@register_kernel("dequantize", backend=REFERENCE)
+def dequantize(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    return (codes.to(compute) * _spread(scale, codes.shape[1], group)).to(dtype)
+
+
+@register_kernel("pack4", backend=REFERENCE)
+def pack4(codes: Tensor) -> Tensor:
+    nibbles = F.pad(codes, (0, codes.shape[1] % 2)).view(torch.uint8) & 15
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+
+
+@register_kernel("unpack4", backend=REFERENCE)
+def unpack4(packed: Tensor, length: int) -> Tensor:
+    signed = packed.view(torch.int8)
+    return torch.stack([(signed << 4) >> 4, signed >> 4], -1).flatten(1)[:, :length]

@@ -1,0 +1,205 @@
+"""The op table: each op declared once, kernels attached per backend, third-party kernels included.
+
+Declaring an op::
+
+    @declare_op
+    def pack4(codes: Tensor) -> Tensor:
+        '''What it does, shapes, dtypes. … Equals: `the line of torch`'''
+        return codes.new_empty(...)          # the body is the fake: what torch.compile sees
+
+Attaching a kernel::
+
+    @register_kernel("pack4", backend="mine", supports=lambda codes: codes.is_cuda)
+    def pack4(codes: Tensor) -> Tensor: ...
+
+Every kernel but the reference's is wrapped as ``torch.library`` custom op ``hot::<op>_<backend>`` with the declared fake,
+so a converted layer compiles without graph breaks. The reference is plain torch and is traced as such. A fused op has a
+composition: the same thing said with the smaller ops, which runs wherever no fused kernel serves the call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from hot.errors import BackendError, HotError
+from hot.registry import Registry
+
+REFERENCE = "reference"
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op: its fake (name, signature, docstring) and, for a fused op, its composition ``f(ops, *args)``."""
+
+    fake: Callable[..., Any]
+    composition: Callable[..., Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.fake.__name__
+
+    @property
+    def equals(self) -> str:
+        """The line of torch that the op equals: the end of its docstring."""
+        return (inspect.getdoc(self.fake) or "").rsplit("Equals:", 1)[1].strip()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One op on one backend. ``supports`` takes the op's arguments and says whether this kernel serves them."""
+
+    op: str
+    backend: str
+    call: Callable[..., Any]
+    supports: Callable[..., bool]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where kernels come from. ``probe`` says ``(available, reason)``; ``devices`` are torch device types.
+
+    ``load`` imports the kernels: called once, when the backend is first used. ``priority`` orders the available
+    backends under ``auto``, the highest first.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    probe: Callable[[], tuple[bool, str]]
+    load: Callable[[], None] = lambda: None
+    priority: int = 0
+
+    def availability(self) -> tuple[bool, str]:
+        """(available, reason): the reason says what is missing, or what it runs on."""
+        try:
+            return self.probe()
+        except Exception as error:  # a probe that breaks is a backend that is missing
+            return False, f"{type(error).__name__}: {error}"
+
+
+OPS: dict[str, Op] = {}
+backends: Registry[Backend] = Registry("backend")
+kernels: Registry[Kernel] = Registry("kernel")
+
+
+def declare_op(fake: Callable[..., Any], composition: Callable[..., Any] | None = None) -> Op:
+    """Declare an op from its signature, its docstring (which ends in ``Equals: …``) and its fake as the body."""
+    if "Equals:" not in (fake.__doc__ or ""):
+        raise HotError(f"op {fake.__name__!r} must end its docstring with 'Equals: <the line of torch that it equals>'")
+    return OPS.setdefault(fake.__name__, Op(fake, composition))
+
+
+def declare_fused_op(composition: Callable[..., Any]) -> Callable[[Callable[..., Any]], Op]:
+    """Declare an op whose meaning is ``composition(ops, *args)``, written with the smaller ops."""
+    return partial(declare_op, composition=composition)
+
+
+def register_backend(backend: Backend) -> Backend:
+    """Add a backend. Raises HotError if the name is taken."""
+    ops_for.cache_clear()
+    return backends.register(backend.name)(backend)
+
+
+def register_kernel(
+    op: str, *, backend: str, supports: Callable[..., bool] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: attach a kernel for a declared op to a backend. Returns the function unchanged.
+
+    ``supports(*args)`` gets the op's arguments and returns whether the kernel serves them; without it, it serves all.
+    Raises HotError for an unknown op, or if that backend has a kernel for the op already.
+    """
+    if op not in OPS:
+        raise HotError(f"unknown op {op!r}; the ops are {', '.join(sorted(OPS))}")
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        call = function if backend == REFERENCE else _custom_op(op, backend, function)
+        kernels.register(f"{backend}.{op}")(Kernel(op, backend, call, supports or _serves_all))
+        ops_for.cache_clear()
+        return function
+
+    return add
+
+
+def _serves_all(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def _custom_op(op: str, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    fake = OPS[op].fake
+    schema = torch.library.infer_schema(fake, mutates_args=())
+    wrapped = torch.library.custom_op(f"hot::{op}_{backend}", function, mutates_args=(), schema=schema)
+    wrapped.register_fake(fake)
+    return wrapped
+
+
+class Ops:
+    """The ops of one backend on one device type: ``ops.hadamard(x, 16)``. Build it with `ops_for`.
+
+    A call goes to the first kernel that supports its arguments, else to the op's composition over these same ops. An
+    explicit backend that has neither raises BackendError; ``auto`` ends with the reference.
+    """
+
+    def __init__(self, backend: str, device: str, chain: tuple[str, ...]) -> None:
+        self.backend, self.device = backend, device
+        self._kernels = {
+            op: tuple(kernels[f"{name}.{op}"] for name in chain if f"{name}.{op}" in kernels) for op in OPS
+        }
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in OPS:
+            raise AttributeError(f"no op {name!r}; the ops are {', '.join(sorted(OPS))}")
+        return partial(self.call, name)
+
+    def call(self, op: str, *args: Any, **kwargs: Any) -> Any:
+        """Run an op. Raises BackendError if no kernel of an explicit backend serves these arguments."""
+        for kernel in self._kernels[op]:
+            if kernel.supports(*args, **kwargs):
+                return kernel.call(*args, **kwargs)
+        composition = OPS[op].composition
+        if composition is None:
+            raise BackendError(f"backend {self.backend!r} has no kernel for op {op!r} with these arguments; use backend: auto")
+        return composition(self, *args, **kwargs)
+
+    def serving(self, op: str) -> str:
+        """Which backend's kernel is tried first for an op, or ``composition``: for tables."""
+        return self._kernels[op][0].backend if self._kernels[op] else "composition"
+
+
+@torch.compiler.assume_constant_result
+def get_ops(backend: str, device: str) -> Ops:
+    """`ops_for`, as a constant under torch.compile: choosing kernels is not part of the compiled graph."""
+    return ops_for(backend, device)
+
+
+@lru_cache(maxsize=None)
+def ops_for(backend: str, device: str) -> Ops:
+    """The ops of a backend (or ``auto``) for a torch device type.
+
+    Raises UnknownNameError for an unknown backend, BackendError if it is missing here or not for that device.
+    """
+    if backend != AUTO:
+        entry = backends[backend]
+        available, reason = entry.availability()
+        if not available:
+            raise BackendError(f"backend {backend!r} is not available: {reason}")
+        if device not in entry.devices:
+            raise BackendError(f"backend {backend!r} runs on {', '.join(entry.devices)}, not on {device}; use backend: auto")
+        entry.load()
+        return Ops(backend, device, (backend,))
+    fitting = [entry for entry in (backends[name] for name in backends) if device in entry.devices]
+    chain = []
+    for entry in sorted(fitting, key=lambda entry: -entry.priority):
+        available, reason = entry.availability()
+        if available:
+            entry.load()
+            chain.append(entry.name)
+        else:
+            warnings.warn(f"backend auto: {entry.name} is left out on {device}: {reason}", stacklevel=2)
+    return Ops(backend, device, tuple(chain))

@@ -1,0 +1,132 @@
+"""Buffers: what forward keeps of the input until backward, and how grad_weight's operand is made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from hot.policies.operand import Operand, encode
+from hot.policies.params import Params, registering
+from hot.policies.quantizers import Int, Quantizer, quantizers
+from hot.policies.transforms import NoTransform, Transform
+from hot.registry import Registry
+
+
+class Buffer(Params):
+    """What is saved of x (rows, samples, length), one row an input channel, any strides. Subclass it, write both ends.
+
+    `transform` and `quantizer` are those of grad_weight's input operand, `draw` the transform's draw of this step or None,
+    `ops` the op table of the backend that runs the layer.
+    """
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `load` gives the finished operand; then the tokens of x must be the tokens of the product."""
+        return False
+
+    def save(self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None) -> tuple[Tensor, ...]:
+        """The tensors to keep. Their shapes and dtypes depend on x's shape and dtype and on the plan alone."""
+        raise NotImplementedError
+
+    def load(
+        self,
+        saved: tuple[Tensor, ...],
+        shape: tuple[int, int, int],
+        transform: Transform,
+        quantizer: Quantizer,
+        ops: Any,
+    ) -> Tensor | Operand:
+        """x again: its values (rows, samples, length), or the operand that grad_weight's product consumes."""
+        raise NotImplementedError
+
+
+buffers: Registry[type[Buffer]] = Registry("buffer")
+register_buffer = registering(buffers, Buffer)
+
+
+@register_buffer("raw")
+class Raw(Buffer):
+    """x as it is: what torch saves."""
+
+    def save(self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None) -> tuple[Tensor, ...]:
+        return (x,)
+
+    def load(
+        self,
+        saved: tuple[Tensor, ...],
+        shape: tuple[int, int, int],
+        transform: Transform,
+        quantizer: Quantizer,
+        ops: Any,
+    ) -> Tensor | Operand:
+        return saved[0]
+
+
+@register_buffer("quantized")
+class Quantized(Buffer):
+    """Codes of x before any transform; backward dequantizes them, transforms and quantizes for the product.
+
+    quantizer: how x is stored, a quantizer block such as ``{kind: int, bits: 8, granularity: row}``.
+    """
+
+    quantizer: Quantizer = Field(default_factory=lambda: Int(bits=8, granularity="row"))
+
+    @field_validator("quantizer", mode="before")
+    @classmethod
+    def _by_kind(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        params = dict(value)
+        return quantizers[params.pop("kind", "int")].model_validate(params)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "quantizer": self.quantizer.to_dict()}
+
+    def save(self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None) -> tuple[Tensor, ...]:
+        codes, scale, _ = encode(x, NoTransform(), self.quantizer, ops)
+        return (codes,) if scale is None else (self.quantizer.store(codes, ops), scale)
+
+    def load(
+        self,
+        saved: tuple[Tensor, ...],
+        shape: tuple[int, int, int],
+        transform: Transform,
+        quantizer: Quantizer,
+        ops: Any,
+    ) -> Tensor | Operand:
+        if len(saved) == 1:
+            return saved[0].view(shape)
+        codes = self.quantizer.restore(saved[0], shape[1] * shape[2], ops)
+        spec = self.quantizer.spec()
+        dtype = torch.float32
+        return ops.dequantize(codes, saved[1], spec["group"] if spec else 0, dtype).view(shape)
+
+
+@register_buffer("packed")
+class Packed(Buffer):
+    """Exactly what grad_weight's product consumes: x projected and quantized, 4-bit codes two to a byte."""
+
+    @property
+    def is_packed(self) -> bool:
+        return True
+
+    def save(self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None) -> tuple[Tensor, ...]:
+        codes, scale, _ = encode(x, transform, quantizer, ops, draw)
+        return (codes,) if scale is None else (quantizer.store(codes, ops), scale)
+
+    def load(
+        self,
+        saved: tuple[Tensor, ...],
+        shape: tuple[int, int, int],
+        transform: Transform,
+        quantizer: Quantizer,
+        ops: Any,
+    ) -> Tensor | Operand:
+        if len(saved) == 1:
+            return Operand(saved[0], None)
+        spec = quantizer.spec()
+        k = shape[1] * transform.projected_length(shape[2])
+        return Operand(quantizer.restore(saved[0], k, ops), saved[1], spec["group"] if spec else 0)

@@ -1,0 +1,88 @@
+"""The layers of a model that a policy can speak of, under the names that a person would use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+WRAPPER_SEGMENTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+"""Segments that wrappers (torch.compile, FSDP1, activation checkpointing, PEFT) put into module names."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear or convolution layer: its names (a module used twice has several), itself, and why it is skipped, or ""."""
+
+    names: tuple[str, ...]
+    module: nn.Module
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """Every nn.Linear and nn.Conv2d of a model, subclasses included, in definition order.
+
+    Names are those of the unwrapped model: DDP's ``module.``, PEFT's ``base_model.model.`` and the like are taken out. The
+    model itself may be a layer: its name is "".
+    """
+    names: dict[nn.Module, list[str]] = {}
+    attention: set[nn.Module] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.MultiheadAttention):
+            attention.update(module.modules())
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            names.setdefault(module, []).append(name)
+    prefix = _wrapper_prefix(model)
+    return [
+        Layer(tuple(dict.fromkeys(plain_name(name, prefix) for name in found)), module, skip_reason(module, module in attention))
+        for module, found in names.items()
+    ]
+
+
+def _wrapper_prefix(model: nn.Module) -> str:
+    """The name of the innermost module that wrappers at the root hold: "module." under DDP, "base_model.model." under PEFT."""
+    prefix = ""
+    while True:
+        kind = type(model).__name__
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            prefix, model = prefix + "module.", model.module
+        elif hasattr(model, "_orig_mod"):
+            prefix, model = prefix + "_orig_mod.", model._orig_mod  # type: ignore[assignment]
+        elif kind == "FullyShardedDataParallel":
+            prefix, model = prefix + "_fsdp_wrapped_module.", model._fsdp_wrapped_module  # type: ignore[assignment]
+        elif kind.startswith("Peft") and hasattr(model, "base_model") and hasattr(model.base_model, "model"):
+            prefix, model = prefix + "base_model.model.", model.base_model.model  # type: ignore[assignment]
+        else:
+            return prefix
+
+
+def plain_name(name: str, prefix: str = "") -> str:
+    """A module's name without its wrappers: the prefix cut off, then the segments that wrappers put inside."""
+    name = name.removeprefix(prefix) if name != prefix.rstrip(".") else ""
+    return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
+
+
+def skip_reason(module: nn.Module, in_attention: bool) -> str:
+    """Why a layer can't be converted, or "" if it can."""
+    base = nn.Linear if isinstance(module, nn.Linear) else nn.Conv2d
+    kind = type(module)
+    if in_attention:
+        return "inside nn.MultiheadAttention, which reads the weight and never calls the layer's forward"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if isinstance(getattr(module, "weight", None), nn.parameter.UninitializedParameter):
+        return "lazy: run the model once before it is converted"
+    ours = getattr(kind, "hot_base", None)  # a layer that is converted already keeps what it was before
+    own = [name for name in ("forward", "_conv_forward") if getattr(ours or kind, name, None) is not getattr(base, name, None)]
+    if own:
+        return f"{kind.__name__} has its own {own[0]}"
+    if not isinstance(module.weight, torch.Tensor) or not module.weight.is_floating_point():
+        return f"its weight is {getattr(module.weight, 'dtype', type(module.weight).__name__)}, not a float tensor"
+    if isinstance(module, nn.Conv2d) and module.groups != 1:
+        return f"groups={module.groups}: only groups=1 is supported"
+    return ""

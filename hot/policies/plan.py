@@ -1,0 +1,118 @@
+"""Plans: what one layer does in backward, fully resolved. The executor sees nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hot.policies.buffers import Buffer, Raw
+from hot.policies.quantizers import NoQuantizer, Quantizer
+from hot.policies.transforms import NoTransform, Transform
+
+
+@dataclass(frozen=True)
+class GradInputPlan:
+    """The path grad_input, g_x = g_y w, contracted over the outputs."""
+
+    transform: Transform = field(default_factory=NoTransform)
+    grad_output: Quantizer = field(default_factory=NoQuantizer)
+    weight: Quantizer = field(default_factory=NoQuantizer)
+
+    @property
+    def quantizers(self) -> tuple[Quantizer, Quantizer]:
+        return self.grad_output, self.weight
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the path computes what torch computes."""
+        return self.transform.is_identity and all(q.is_identity for q in self.quantizers)
+
+    def __str__(self) -> str:
+        return _describe(self.transform, grad_output=self.grad_output, weight=self.weight)
+
+
+@dataclass(frozen=True)
+class GradWeightPlan:
+    """The path grad_weight, g_w = g_yᵀ x, contracted over the tokens."""
+
+    transform: Transform = field(default_factory=NoTransform)
+    grad_output: Quantizer = field(default_factory=NoQuantizer)
+    input: Quantizer = field(default_factory=NoQuantizer)
+
+    @property
+    def quantizers(self) -> tuple[Quantizer, Quantizer]:
+        return self.grad_output, self.input
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the path computes what torch computes from an exact input."""
+        return self.transform.is_identity and all(q.is_identity for q in self.quantizers)
+
+    def __str__(self) -> str:
+        return _describe(self.transform, grad_output=self.grad_output, input=self.input)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Both paths, what forward saves of the input, and the backend (``auto`` or a name). Frozen, hashable, printable."""
+
+    grad_input: GradInputPlan = field(default_factory=GradInputPlan)
+    grad_weight: GradWeightPlan = field(default_factory=GradWeightPlan)
+    buffer: Buffer = field(default_factory=Raw)
+    backend: str = "auto"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the layer is left as torch has it."""
+        return self.grad_input.is_exact and self.grad_weight.is_exact and isinstance(self.buffer, Raw)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, in the words of a policy file."""
+        return {
+            "grad_input": {
+                "transform": self.grad_input.transform.to_dict(),
+                "grad_output": self.grad_input.grad_output.to_dict(),
+                "weight": self.grad_input.weight.to_dict(),
+            },
+            "grad_weight": {
+                "transform": self.grad_weight.transform.to_dict(),
+                "grad_output": self.grad_weight.grad_output.to_dict(),
+                "input": self.grad_weight.input.to_dict(),
+            },
+            "buffer": self.buffer.to_dict(),
+            "backend": self.backend,
+        }
+
+    def __str__(self) -> str:
+        return f"grad_input: {self.grad_input} · grad_weight: {self.grad_weight} · buffer: {self.buffer}"
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A layer that is left exact, and why."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"exact: {self.reason}"
+
+
+def product_kind(path: GradInputPlan | GradWeightPlan) -> str:
+    """How the product of a path runs: ``torch``, ``integer``, ``float8``, ``dequantized`` (a scale lies on the contracted
+    axis, or the codes differ in kind) or ``float`` (an operand that is not quantized)."""
+    if path.is_exact:
+        return "torch"
+    specs = [quantizer.spec() for quantizer in path.quantizers]
+    if any(quantizer.is_identity for quantizer in path.quantizers):
+        return "float"
+    formats = ["custom" if spec is None else "float8" if spec["format"] in ("e4m3", "e5m2") else "integer" for spec in specs]
+    scales = {spec["granularity"] for spec in specs if spec is not None}
+    if len(set(formats)) > 1 or formats[0] == "custom" or "token" in scales:
+        return "dequantized"
+    return formats[0]
+
+
+def _describe(transform: Transform, **operands: Quantizer) -> str:
+    if transform.is_identity and all(q.is_identity for q in operands.values()):
+        return "exact"
+    return f"{transform}, " + ", ".join(f"{name} {quantizer}" for name, quantizer in operands.items())
