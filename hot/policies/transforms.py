@@ -21,7 +21,7 @@ from hot.registry import Registry
 
 
 class Transform(Params):
-    """A linear map on every block of an axis, `block` elements to `rank` coefficients, with orthonormal rows.
+    """A linear map on every block of an axis, `block` elements to `kept` coefficients, with orthonormal rows.
 
     Subclass it, set `block` (a field or a property) and write `matrix`; the rest follows. `ops` is the op table of the
     backend that runs the layer.
@@ -31,8 +31,8 @@ class Transform(Params):
     axis: Literal["contracted", "tokens"] = "contracted"
 
     @property
-    def rank(self) -> int:
-        """Coefficients kept of each block."""
+    def kept(self) -> int:
+        """Coefficients kept of each block: the rows of the matrix."""
         return self.block
 
     @property
@@ -40,7 +40,7 @@ class Transform(Params):
         return False
 
     def matrix(self) -> Tensor:
-        """The (rank, block) matrix of the map, float64, rows orthonormal."""
+        """The (kept, block) matrix of the map, float64, rows orthonormal."""
         raise NotImplementedError(f"{type(self).__name__} has neither a spec() nor a matrix()")
 
     def spec(self) -> dict[str, Any] | None:
@@ -53,7 +53,7 @@ class Transform(Params):
 
     def projected_length(self, length: int) -> int:
         """The length that `project` makes of an axis."""
-        return -(-length // self.block) * self.rank
+        return -(-length // self.block) * self.kept
 
     def project(self, x: Tensor, ops: Any, draw: Tensor | None = None) -> Tensor:
         """(…, L) float → (…, L') coefficients, float32 or float64; a ragged last block is zero-padded."""
@@ -69,7 +69,7 @@ class Transform(Params):
         spec = self.spec()
         if spec is not None:
             return ops.expand(c, length, **spec, draw=draw)
-        return (c.unflatten(-1, (-1, self.rank)) @ self.matrix().to(c)).flatten(-2)[..., :length]
+        return (c.unflatten(-1, (-1, self.kept)) @ self.matrix().to(c)).flatten(-2)[..., :length]
 
 
 transforms: Registry[type[Transform]] = Registry("transform")
@@ -125,8 +125,8 @@ class HadamardTransform(Transform):
     def projected_length(self, length: int) -> int:
         prefix = min(self.prefix_tokens, length)
         whole, ragged = divmod(length - prefix, self.block)
-        kept = ragged if self.tail == "keep" else (self.rank if ragged else 0)
-        return prefix + whole * self.rank + kept
+        kept = ragged if self.tail == "keep" else (self.kept if ragged else 0)
+        return prefix + whole * self.kept + kept
 
     def spec(self) -> dict[str, Any]:
         return {
@@ -153,7 +153,7 @@ class HadamardLowRank(HadamardTransform):
     """
 
     axis: Literal["contracted", "tokens"] = "contracted"  # type: ignore[assignment]
-    rank: int = Field(default=8, ge=1)  # type: ignore[assignment]
+    rank: int = Field(default=8, ge=1)
     order: Literal["sequency", "lp_l1", "random"] = "sequency"
 
     @model_validator(mode="after")
@@ -163,6 +163,10 @@ class HadamardLowRank(HadamardTransform):
         if self.order == "lp_l1" and self.rank != (kept := len(lp_l1_rows(self.block))):
             raise ValueError(f"rank: order lp_l1 keeps {kept} of {self.block} coefficients, not {self.rank}")
         return self
+
+    @property
+    def kept(self) -> int:
+        return self.rank
 
     def rows(self) -> Sequence[int]:
         if self.order == "lp_l1":
