@@ -14,11 +14,10 @@ def is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
-@lru_cache(maxsize=64)
 def hadamard_matrix(n: int) -> Tensor:
     """Sylvester's Hadamard matrix in natural order: (n, n) of ±1, float64, on the CPU; ``H @ H.T == n * I``.
 
-    Entry (i, j) is (-1)^popcount(i & j). Do not write to the result: it is shared. Raises ValueError unless n is a power of two.
+    Entry (i, j) is (-1)^popcount(i & j). Raises ValueError unless n is a power of two.
     """
     if not is_power_of_two(n):
         raise ValueError(f"a Hadamard matrix of size {n} was asked for; the size must be a power of two")

@@ -231,6 +231,7 @@ def _grad_output_operands(
     w_group: int,
     w_rounding: str,
     w_clip: Sequence[float],
+    bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = g.reshape(-1, 1, g.shape[2])
     i_codes, i_scale = ops.transform_quantize(
@@ -240,7 +241,7 @@ def _grad_output_operands(
         g.permute(2, 0, 1), w_block, w_rows, w_signs, w_prefix, w_tail, w_draw,
         w_format, w_granularity, w_group, w_rounding, w_clip,
     )  # fmt: skip
-    return i_codes, i_scale, w_codes, w_scale, g.sum((0, 1))
+    return i_codes, i_scale, w_codes, w_scale, g.sum((0, 1)) if bias else g.new_empty(0)
 
 
 @declare_fused_op(_grad_output_operands)
@@ -265,13 +266,15 @@ def grad_output_operands(
     w_group: int,
     w_rounding: str,
     w_clip: Sequence[float],
+    bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """One read of a gradient for all that backward needs of it: g (samples, tokens, O), any strides.
 
-    Returns the operand of grad_input (samples·tokens, O') with its scale, that of grad_weight (O, K) with its scale, and
-    the bias gradient (O,) in g's dtype. ``i_…`` describe grad_input's operand, ``w_…`` grad_weight's, as in `transform_quantize`.
+    Returns codes and scale of grad_input's operand (samples·tokens, O'), those of grad_weight's (O, K), and with `bias` the
+    bias gradient (O,) in g's dtype, else an empty tensor. ``i_…`` describe the first operand, ``w_…`` the second, as in
+    `transform_quantize`.
 
-    Equals: transform_quantize(g.reshape(-1, 1, O), …i), transform_quantize(g.permute(2, 0, 1), …w), g.sum((0, 1))
+    Equals: (*transform_quantize(g.reshape(-1, 1, O), …i), *transform_quantize(g.permute(2, 0, 1), …w), g.sum((0, 1)))
     """
     samples, tokens, outputs = g.shape
     t, o = samples * tokens, projected_length(outputs, i_block, len(i_rows), 0, "pad")
@@ -282,5 +285,5 @@ def grad_output_operands(
         g.new_empty(scale_shape(t, o, i_granularity, i_group), dtype=torch.float32),
         g.new_empty((outputs, k), dtype=code_dtype(w_format)),
         g.new_empty(scale_shape(outputs, k, w_granularity, w_group), dtype=torch.float32),
-        g.new_empty((outputs,)),
+        g.new_empty((outputs if bias else 0,)),
     )

@@ -23,7 +23,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def declare_fused_op(composition: Callable[..., Any]) -> Callable[[Callable[...,
 
 def register_backend(backend: Backend) -> Backend:
     """Add a backend. Raises HotError if the name is taken."""
-    ops_for.cache_clear()
+    _ready.clear()
     return backends.register(backend.name)(backend)
 
 
@@ -121,7 +121,7 @@ def register_kernel(
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         call = function if backend == REFERENCE else _custom_op(op, backend, function)
         kernels.register(f"{backend}.{op}")(Kernel(op, backend, call, supports or _serves_all))
-        ops_for.cache_clear()
+        _ready.clear()
         return function
 
     return add
@@ -140,7 +140,7 @@ def _custom_op(op: str, backend: str, function: Callable[..., Any]) -> Callable[
 
 
 class Ops:
-    """The ops of one backend on one device type: ``ops.hadamard(x, 16)``. Build it with `ops_for`.
+    """The ops of one backend on one device type, as attributes: ``ops.hadamard(x, 16)``. Get it from `ops_for`.
 
     A call goes to the first kernel that supports its arguments, else to the op's composition over these same ops. An
     explicit backend that has neither raises BackendError; ``auto`` ends with the reference.
@@ -148,37 +148,44 @@ class Ops:
 
     def __init__(self, backend: str, device: str, chain: tuple[str, ...]) -> None:
         self.backend, self.device = backend, device
-        self._kernels = {
-            op: tuple(kernels[f"{name}.{op}"] for name in chain if f"{name}.{op}" in kernels) for op in OPS
-        }
+        self.kernels = {op: tuple(kernels[f"{name}.{op}"] for name in chain if f"{name}.{op}" in kernels) for op in OPS}
+        for op in OPS:
+            setattr(self, op, self._caller(op))
+
+    def _caller(self, op: str) -> Callable[..., Any]:
+        candidates, composition = self.kernels[op], OPS[op].composition
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for kernel in candidates:
+                if kernel.supports(*args, **kwargs):
+                    return kernel.call(*args, **kwargs)
+            if composition is None:
+                raise BackendError(
+                    f"backend {self.backend!r} has no kernel for op {op!r} with these arguments; use backend: auto"
+                )
+            return composition(self, *args, **kwargs)
+
+        return call
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in OPS:
-            raise AttributeError(f"no op {name!r}; the ops are {', '.join(sorted(OPS))}")
-        return partial(self.call, name)
-
-    def call(self, op: str, *args: Any, **kwargs: Any) -> Any:
-        """Run an op. Raises BackendError if no kernel of an explicit backend serves these arguments."""
-        for kernel in self._kernels[op]:
-            if kernel.supports(*args, **kwargs):
-                return kernel.call(*args, **kwargs)
-        composition = OPS[op].composition
-        if composition is None:
-            raise BackendError(f"backend {self.backend!r} has no kernel for op {op!r} with these arguments; use backend: auto")
-        return composition(self, *args, **kwargs)
+        raise AttributeError(f"no op {name!r}; the ops are {', '.join(sorted(OPS))}")
 
     def serving(self, op: str) -> str:
         """Which backend's kernel is tried first for an op, or ``composition``: for tables."""
-        return self._kernels[op][0].backend if self._kernels[op] else "composition"
+        return self.kernels[op][0].backend if self.kernels[op] else "composition"
 
 
-@torch.compiler.assume_constant_result
+_ready: dict[tuple[str, str], Ops] = {}
+
+
 def get_ops(backend: str, device: str) -> Ops:
-    """`ops_for`, as a constant under torch.compile: choosing kernels is not part of the compiled graph."""
-    return ops_for(backend, device)
+    """`ops_for`, kept: choosing kernels takes no time in a step, and is no part of a compiled graph."""
+    ops = _ready.get((backend, device))
+    if ops is None:
+        ops = _ready[backend, device] = ops_for(backend, device)
+    return ops
 
 
-@lru_cache(maxsize=None)
 def ops_for(backend: str, device: str) -> Ops:
     """The ops of a backend (or ``auto``) for a torch device type.
 

@@ -100,7 +100,7 @@ class Quantized(Buffer):
         if len(saved) == 1:
             return saved[0].view(shape)
         codes = self.quantizer.restore(saved[0], shape[1] * shape[2], ops)
-        spec = self.quantizer.spec()
+        spec = self.quantizer.spec
         dtype = torch.float32
         return ops.dequantize(codes, saved[1], spec["group"] if spec else 0, dtype).view(shape)
 
@@ -127,6 +127,6 @@ class Packed(Buffer):
     ) -> Tensor | Operand:
         if len(saved) == 1:
             return Operand(saved[0], None)
-        spec = quantizer.spec()
+        spec = quantizer.spec
         k = shape[1] * transform.projected_length(shape[2])
         return Operand(quantizer.restore(saved[0], k, ops), saved[1], spec["group"] if spec else 0)

@@ -24,7 +24,7 @@ def encode(x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw
 
     A transform or quantizer without a spec (a plug-in in plain torch) runs as written, between the ops that remain.
     """
-    how, what = transform.spec(), quantizer.spec()
+    how, what = transform.spec, quantizer.spec
     if how is None or what is None:
         return quantizer.encode(transform.project(x, ops, draw).flatten(1), ops)
     codes, scale = ops.transform_quantize(x, **how, draw=draw, **what)

@@ -61,6 +61,11 @@ class LayerPlan:
     buffer: Buffer = field(default_factory=Raw)
     backend: str = "auto"
 
+    def __post_init__(self) -> None:
+        for path in (self.grad_input, self.grad_weight):
+            for part in (path.transform, *path.quantizers):
+                _ = part.spec  # worked out here once: steps, and graphs under torch.compile, read constants
+
     @property
     def is_exact(self) -> bool:
         """Whether the layer is left as torch has it."""
@@ -102,7 +107,7 @@ def product_kind(path: GradInputPlan | GradWeightPlan) -> str:
     axis, or the codes differ in kind) or ``float`` (an operand that is not quantized)."""
     if path.is_exact:
         return "torch"
-    specs = [quantizer.spec() for quantizer in path.quantizers]
+    specs = [quantizer.spec for quantizer in path.quantizers]
     if any(quantizer.is_identity for quantizer in path.quantizers):
         return "float"
     formats = ["custom" if spec is None else "float8" if spec["format"] in ("e4m3", "e5m2") else "integer" for spec in specs]

@@ -1,11 +1,12 @@
 """Quantizers: an operand (rows, K) to codes and a scale, value = code · scale.
 
-A quantizer of your own writes `encode` in plain torch, or a `spec()` in terms of the op `quantize`, which is what the
+A quantizer of your own writes `encode` in plain torch, or a `spec` in terms of the op `quantize`, which is what the
 kernels understand.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -38,15 +39,16 @@ class Quantizer(Params):
         """Bits of one stored code."""
         return 8
 
+    @property
     def spec(self) -> dict[str, Any] | None:
         """The arguments of the op `quantize` that mean this quantizer, or None: then it runs by its `encode`."""
         return None
 
     def encode(self, x: Tensor, ops: Any) -> Operand:
         """x (rows, K) float32 or float64 → its operand: codes and a float32 scale that broadcasts against them."""
-        spec = self.spec()
+        spec = self.spec
         if spec is None:
-            raise NotImplementedError(f"{type(self).__name__} has neither a spec() nor an encode()")
+            raise NotImplementedError(f"{type(self).__name__} has neither a spec nor an encode()")
         codes, scale = ops.quantize(x, **spec)
         return Operand(codes, scale, spec["group"])
 
@@ -108,6 +110,7 @@ class Int(_Scaled):
     def code_bits(self) -> int:
         return self.bits
 
+    @cached_property
     def spec(self) -> dict[str, Any]:
         return self._spec(f"int{self.bits}")
 
@@ -133,6 +136,7 @@ class Sawb(_Scaled):
     def code_bits(self) -> int:
         return self.bits
 
+    @cached_property
     def spec(self) -> dict[str, Any]:
         return self._spec(f"int{self.bits}", self.coefficients or SAWB_COEFFICIENTS[self.bits])
 
@@ -164,6 +168,7 @@ class Luq(_Scaled):
     def code_bits(self) -> int:
         return self.bits
 
+    @cached_property
     def spec(self) -> dict[str, Any]:
         return self._spec(f"log{self.bits}")
 
@@ -183,5 +188,6 @@ class Float8(_Scaled):
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
 
+    @cached_property
     def spec(self) -> dict[str, Any]:
         return self._spec(self.format)

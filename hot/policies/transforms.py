@@ -1,12 +1,13 @@
 """Transforms of the contracted axis of a product. What applies to both operands cancels in the product.
 
-A transform of your own needs a `block` and a `matrix()`; one that is made of Hadamard rows says so in `spec()`, which is
+A transform of your own needs a `block` and a `matrix()`; one that is made of Hadamard rows says so in `spec`, which is
 what the kernels understand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -41,14 +42,20 @@ class Transform(Params):
 
     def matrix(self) -> Tensor:
         """The (kept, block) matrix of the map, float64, rows orthonormal."""
-        raise NotImplementedError(f"{type(self).__name__} has neither a spec() nor a matrix()")
+        raise NotImplementedError(f"{type(self).__name__} has neither a spec nor a matrix()")
 
+    @property
     def spec(self) -> dict[str, Any] | None:
         """The arguments of the op `project` that mean this transform, or None: then it runs by its `matrix`."""
         return None
 
+    @property
+    def draws(self) -> bool:
+        """Whether something is drawn anew for each forward, which both operands share."""
+        return False
+
     def draw(self, device: torch.device) -> Tensor | None:
-        """What is drawn anew for each forward (follows torch.manual_seed), shared by both operands; None for most."""
+        """What is drawn (follows torch.manual_seed), or None."""
         return None
 
     def projected_length(self, length: int) -> int:
@@ -57,7 +64,7 @@ class Transform(Params):
 
     def project(self, x: Tensor, ops: Any, draw: Tensor | None = None) -> Tensor:
         """(…, L) float → (…, L') coefficients, float32 or float64; a ragged last block is zero-padded."""
-        spec = self.spec()
+        spec = self.spec
         if spec is not None:
             return ops.project(x, **spec, draw=draw)
         x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
@@ -66,7 +73,7 @@ class Transform(Params):
 
     def expand(self, c: Tensor, length: int, ops: Any, draw: Tensor | None = None) -> Tensor:
         """The transpose of `project`: (…, L') coefficients → (…, length)."""
-        spec = self.spec()
+        spec = self.spec
         if spec is not None:
             return ops.expand(c, length, **spec, draw=draw)
         return (c.unflatten(-1, (-1, self.kept)) @ self.matrix().to(c)).flatten(-2)[..., :length]
@@ -87,6 +94,7 @@ class NoTransform(Transform):
     def is_identity(self) -> bool:
         return True
 
+    @cached_property
     def spec(self) -> dict[str, Any]:
         return {"block": 1, "rows": (0,), "signs": (), "prefix": 0, "tail": "pad"}
 
@@ -128,6 +136,7 @@ class HadamardTransform(Transform):
         kept = ragged if self.tail == "keep" else (self.kept if ragged else 0)
         return prefix + whole * self.kept + kept
 
+    @cached_property
     def spec(self) -> dict[str, Any]:
         return {
             "block": self.block,
@@ -173,7 +182,11 @@ class HadamardLowRank(HadamardTransform):
             return lp_l1_rows(self.block)
         return range(self.block) if self.order == "random" else sequency_order(self.block)[: self.rank]
 
+    @property
+    def draws(self) -> bool:
+        return self.order == "random"
+
     def draw(self, device: torch.device) -> Tensor | None:
-        if self.order != "random":
+        if not self.draws:
             return None
         return torch.rand(self.block, device=device).argsort()[: self.rank]

@@ -16,21 +16,28 @@ from hot.hadamard import hadamard_matrix
 _bases: dict[tuple[object, ...], Tensor] = {}
 
 
-def basis(
-    block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | None, like: Tensor
-) -> Tensor:
-    """The (rank, block) matrix of a projection, times nothing: ±1. Fixed ones are kept per device, so that no step copies
-    constants to the GPU; under torch.compile they are constants of the graph, and a draw is gathered on its device."""
-    key = (block, tuple(rows), tuple(signs), like.dtype, like.device)
-    full = None if torch.compiler.is_compiling() else _bases.get(key)
-    if full is None:
-        full = hadamard_matrix(block)[list(rows)]
-        if signs:
-            full = full * torch.tensor(signs, dtype=full.dtype)
-        full = full.to(like.device, like.dtype)
-        if type(full) is Tensor and not full.is_inference() and not torch.compiler.is_compiling():
-            _bases[key] = full
+def basis(block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | None, like: Tensor) -> Tensor:
+    """The (rank, block) matrix of a projection, of ±1 (to be multiplied by the gain), in like's dtype and on its device.
+
+    Kept per device, so that no step copies constants to the GPU; under torch.compile it is a constant of the graph.
+    """
+    if torch.compiler.is_compiling():
+        full = _basis(block, rows, signs, like)
+    else:
+        key = (block, tuple(rows), tuple(signs), like.dtype, like.device)
+        full = _bases.get(key)
+        if full is None:
+            full = _basis(block, rows, signs, like)
+            if type(full) is Tensor and not full.is_inference():  # a fake or inference tensor serves this call alone
+                _bases[key] = full
     return full if draw is None else full[draw]
+
+
+def _basis(block: int, rows: Sequence[int], signs: Sequence[int], like: Tensor) -> Tensor:
+    matrix = hadamard_matrix(block)[list(rows)]
+    if signs:
+        matrix = matrix * torch.tensor(signs, dtype=matrix.dtype)
+    return matrix.to(like.device, like.dtype)
 
 
 def _rows_innermost(x: Tensor) -> bool:

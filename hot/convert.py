@@ -1,0 +1,136 @@
+"""Conversion: the layers of a model, in place, to layers that run their plan in backward; and back.
+
+A converted layer is the same module with another class: its Parameters, buffers, hooks, state_dict keys and the optimizer's
+references stay as they are. The class adds one attribute, `hot_plan`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hot.errors import ConversionError
+from hot.executor import conv2d, linear
+from hot.policies.layers import layers_of
+from hot.policies.plan import LayerPlan, Skip
+from hot.policies.resolve import resolve
+from hot.policies.schema import Policy
+
+
+class HotLinear(nn.Linear):
+    """nn.Linear with the backward pass of `hot_plan`."""
+
+    hot_base: ClassVar[type[nn.Module]] = nn.Linear
+    hot_plan: LayerPlan
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias, self.hot_plan)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.hot_plan}"
+
+
+class HotConv2d(nn.Conv2d):
+    """nn.Conv2d with the backward pass of `hot_plan`."""
+
+    hot_base: ClassVar[type[nn.Module]] = nn.Conv2d
+    hot_plan: LayerPlan
+
+    def forward(self, input: Tensor) -> Tensor:
+        padding: tuple[int, ...] | str = self.padding
+        if self.padding_mode != "zeros":  # torch pads by itself then, and convolves without
+            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = (0, 0)
+        return conv2d(input, self.weight, self.bias, self.hot_plan, self.stride, padding, self.dilation)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.hot_plan}"
+
+
+@lru_cache(maxsize=None)
+def _converted_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The class of a converted layer. A subclass that wrappers such as FSDP2 made, with torch's own forward, stays one."""
+    ours: type[nn.Module] = HotLinear if issubclass(base, nn.Linear) else HotConv2d
+    if base is ours.hot_base:  # type: ignore[comparison-overlap]
+        return ours
+    return type(f"Hot{base.__name__}", (ours, base), {"hot_base": base, "__module__": base.__module__})
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of every layer: its plan, or a Skip with the reason. ``print(report)``; ``report[name]``."""
+
+    layers: Mapping[str, LayerPlan | Skip]
+    kinds: Mapping[str, str]
+
+    @property
+    def converted(self) -> dict[str, LayerPlan]:
+        return {name: plan for name, plan in self.layers.items() if isinstance(plan, LayerPlan)}
+
+    @property
+    def skipped(self) -> dict[str, Skip]:
+        return {name: skip for name, skip in self.layers.items() if isinstance(skip, Skip)}
+
+    def __getitem__(self, name: str) -> LayerPlan | Skip:
+        return self.layers[name]
+
+    def __str__(self) -> str:
+        """One line a group of layers with the same fate, the layers named."""
+        lines = [f"HOT: {len(self.converted)} of {len(self.layers)} layers converted"]
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, fate in self.layers.items():
+            groups.setdefault((str(fate), self.kinds[name]), []).append(name or "(the model itself)")
+        for (fate, kind), names in groups.items():
+            lines += [f"  {len(names)} × {kind}: {fate}", f"      {_shorten(names)}"]
+        return "\n".join(lines)
+
+
+def _shorten(names: list[str], most: int = 6) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown}, … and {len(names) - most} more"
+
+
+def convert(model: nn.Module, policy: Policy) -> Report:
+    """Give every layer of `model` the backward pass that `policy` plans for it, in place; a second call replaces the first.
+
+    Works before or after ``.to()``, torch.compile, DDP, FSDP and PEFT wrapping. Raises PolicyError if the policy does not fit
+    the model (a rule that matches nothing, …), and ConversionError if no layer was converted and not because the policy
+    says exact; in both cases the model is untouched.
+    """
+    plans = resolve(policy, model)
+    layers = layers_of(model)
+    report = Report(plans, {layer.name: _base(layer.module).__name__ for layer in layers})
+    if not report.converted and not policy.is_exact:
+        reasons = Counter(str(skip) for skip in report.skipped.values())
+        found = "; ".join(f"{count} × {reason}" for reason, count in reasons.items())
+        raise ConversionError(f"nothing to convert in {type(model).__name__}: {found or 'no nn.Linear and no nn.Conv2d'}")
+    for layer in layers:
+        plan = plans[layer.name]
+        _restore(layer.module)
+        if isinstance(plan, LayerPlan):
+            layer.module.__class__ = _converted_class(type(layer.module))
+            layer.module.hot_plan = plan  # type: ignore[assignment]
+    return report
+
+
+def revert(model: nn.Module) -> int:
+    """Give every converted layer its own class back, in place; returns how many there were."""
+    return sum(_restore(layer.module) for layer in layers_of(model))
+
+
+def _base(module: nn.Module) -> type[nn.Module]:
+    return getattr(type(module), "hot_base", type(module))
+
+
+def _restore(module: nn.Module) -> bool:
+    if not hasattr(type(module), "hot_base"):
+        return False
+    module.__class__ = _base(module)
+    del module.hot_plan
+    return True

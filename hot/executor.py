@@ -1,0 +1,276 @@
+"""The one autograd function that runs any plan: forward as torch has it, backward as the plan says.
+
+For y = x wᵀ: grad_input g_x = g_y w, contracted over the outputs; grad_weight g_w = g_yᵀ x, contracted over the tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hot.backends import Ops, get_ops
+from hot.errors import HotError
+from hot.policies.buffers import Raw
+from hot.policies.operand import Operand, encode
+from hot.policies.plan import GradInputPlan, LayerPlan
+from hot.policies.transforms import NoTransform
+from hot.sharing import shared
+from hot.views import Conv2dView, LinearView, View
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan) -> Tensor:
+    """F.linear with the backward pass of a plan. x (…, I), weight (O, I), bias (O,) or None → (…, O).
+
+    Raises what F.linear raises, and BackendError where the plan's backend can't serve the tensors.
+
+    Equals, without gradients: F.linear(x, weight, bias)
+    """
+    return _run(x, weight, bias, plan, LinearView())
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: LayerPlan,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] | str = 0,
+    dilation: int | tuple[int, int] = 1,
+) -> Tensor:
+    """F.conv2d (groups = 1) with the backward pass of a plan. x (B, C, H, W) or (C, H, W), weight (O, C, kh, kw).
+
+    Raises what F.conv2d raises; HotError for a packed buffer unless the kernel is 1×1 without padding; BackendError as `linear`.
+
+    Equals, without gradients: F.conv2d(x, weight, bias, stride, padding, dilation)
+    """
+    view = Conv2dView(
+        (weight.shape[2], weight.shape[3]), _pair(stride), padding if isinstance(padding, str) else _pair(padding), _pair(dilation)
+    )
+    if plan.buffer.is_packed and not view.is_pointwise:
+        raise HotError(f"buffer: packed needs a 1×1 kernel without padding, not {view.kernel}: use quantized")
+    return _run(x, weight, bias, plan, view)
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
+    if plan.is_exact or not torch.is_grad_enabled():
+        return view.forward(x, weight, bias)
+    return _Backward.apply(x, weight, bias, plan, view)
+
+
+class _Like(NamedTuple):
+    """The shapes, dtypes and memory formats that gradients come back in."""
+
+    x_shape: torch.Size
+    x_dtype: torch.dtype
+    x_format: torch.memory_format
+    weight_shape: torch.Size
+    weight_dtype: torch.dtype
+    weight_format: torch.memory_format
+    bias_dtype: torch.dtype | None
+
+    def zeros(self, needed: tuple[bool, ...], device: torch.device) -> tuple[Tensor | None, ...]:
+        """The gradients of an empty product."""
+        wanted = (
+            (self.x_shape, self.x_dtype),
+            (self.weight_shape, self.weight_dtype),
+            (self.weight_shape[:1], self.bias_dtype),
+        )
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=device) if need else None
+            for need, (shape, dtype) in zip(needed, wanted, strict=False)
+        )
+
+
+def _format(t: Tensor) -> torch.memory_format:
+    """channels_last where a 4-D tensor is laid out so, else contiguous."""
+    last = t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
+
+
+class _Backward(torch.autograd.Function):
+    """forward: torch's own op, plus what the plan saves. backward: the plan's two products and the exact bias gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
+        y = view.forward(x, weight, bias)
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        kept = _keep(x, y.dtype, plan, view) if needs_weight and x.numel() else ()
+        ctx.save_for_backward(weight if needs_input else None, *kept)
+        ctx.plan, ctx.view = plan, view
+        ctx.like = _Like(
+            x.shape, x.dtype, _format(x), weight.shape, weight.dtype, _format(weight), None if bias is None else bias.dtype
+        )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        plan, view, like = ctx.plan, ctx.view, ctx.like
+        if not g.numel() or not like.x_shape.numel():
+            return (*like.zeros(ctx.needs_input_grad, g.device), None, None)
+        ops = get_ops(plan.backend, g.device.type)
+        draw, kept = (kept[0], kept[1:]) if needs_weight and _draws(plan) else (None, kept)
+        tokens = view.tokens(g)
+        for_input = for_weight = grad_bias = None
+        if needs_input and needs_weight and (specs := _fused_specs(plan)):
+            for_input, for_weight, grad_bias = _grad_output_operands(tokens, specs, draw, needs_bias, ops)
+
+        grad_input = grad_weight = None
+        if needs_input:
+            grad_input = _grad_input(g, tokens, weight, for_input, plan.grad_input, view, like, ops)
+        if needs_weight:
+            grad_weight = _grad_weight(g, tokens, tuple(kept), draw, for_weight, plan, view, like, ops)
+        if needs_bias:
+            grad_bias = (view.exact_grad_bias(g) if grad_bias is None else grad_bias).to(like.bias_dtype)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _draws(plan: LayerPlan) -> bool:
+    """Whether the transform of grad_weight draws something in each forward, which backward needs again."""
+    return plan.grad_weight.transform.draws
+
+
+def _keep(x: Tensor, dtype: torch.dtype, plan: LayerPlan, view: View) -> tuple[Tensor, ...]:
+    """What forward saves of x: the draw, if there is one, then what the buffer saves. dtype: what the product ran in."""
+    path, buffer = plan.grad_weight, plan.buffer
+
+    def make() -> tuple[Tensor, ...]:
+        if _keeps_input(plan):
+            return (x.to(dtype),)
+        draw = path.transform.draw(x.device)
+        ops = get_ops(plan.backend, x.device.type)
+        saved = buffer.save(view.input_rows(x), path.transform, path.input, ops, draw)
+        return saved if draw is None else (draw, *saved)
+
+    if torch.compiler.is_compiling():  # the compiler finds common subexpressions by itself
+        return make()
+    return shared(x, (path.transform, path.input, buffer, plan.backend, view, dtype), make)
+
+
+def _keeps_input(plan: LayerPlan) -> bool:
+    """Whether grad_weight is torch's own, from x itself."""
+    return plan.grad_weight.is_exact and isinstance(plan.buffer, Raw)
+
+
+def _fused_specs(plan: LayerPlan) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The arguments of `grad_output_operands` for each path, or None where one has no spec or does not work on rows of g_y."""
+    inputs, weights = plan.grad_input, plan.grad_weight
+    if inputs.transform.axis == "tokens":
+        return None
+    specs = [part.spec for part in (inputs.transform, inputs.grad_output, weights.transform, weights.grad_output)]
+    if any(spec is None for spec in specs):
+        return None
+    rows = {name: value for name, value in specs[0].items() if name not in ("prefix", "tail")}
+    return {**rows, **specs[1]}, {**specs[2], **specs[3]}
+
+
+def _grad_output_operands(
+    tokens: Tensor, specs: tuple[dict[str, Any], dict[str, Any]], draw: Tensor | None, bias: bool, ops: Ops
+) -> tuple[Operand, Operand, Tensor | None]:
+    """grad_output's operand for each path and the exact bias gradient, from one read of g_y."""
+    i_spec, w_spec = specs
+    i_codes, i_scale, w_codes, w_scale, grad_bias = ops.grad_output_operands(
+        tokens,
+        **{f"i_{name}": value for name, value in i_spec.items()},
+        **{f"w_{name}": value for name, value in w_spec.items()},
+        w_draw=draw,
+        bias=bias,
+    )
+    operands = Operand(i_codes, i_scale, i_spec["group"]), Operand(w_codes, w_scale, w_spec["group"])
+    return *operands, grad_bias if bias else None
+
+
+def _grad_input(
+    g: Tensor,
+    tokens: Tensor,
+    weight: Tensor,
+    operand: Operand | None,
+    path: GradInputPlan,
+    view: View,
+    like: _Like,
+    ops: Ops,
+) -> Tensor:
+    """g_x = g_y w in the shape, dtype and format of x."""
+    if path.is_exact:
+        exact = view.exact_grad_input(g, like.x_shape, weight.to(g.dtype))
+        return exact.to(like.x_dtype).contiguous(memory_format=like.x_format)
+    if path.transform.axis == "tokens":
+        return _grad_input_over_tokens(tokens, weight, path, view, like, ops)
+    a = operand or encode(tokens.reshape(-1, 1, tokens.shape[2]), path.transform, path.grad_output, ops)
+    b = encode(view.weight_rows(weight), path.transform, path.weight, ops)
+    step = view.samples_at_once(tokens.shape[1] * b.codes.shape[0]) * tokens.shape[1] or a.codes.shape[0]
+    parts = [
+        view.input_from_rows(_product(_rows(a, at, step), b, like.x_dtype, g.dtype, ops), like.x_shape, like.x_dtype)
+        for at in range(0, a.codes.shape[0], step)
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous(memory_format=like.x_format)
+
+
+def _grad_input_over_tokens(
+    tokens: Tensor, weight: Tensor, path: GradInputPlan, view: View, like: _Like, ops: Ops
+) -> Tensor:
+    """The LBP-WHT way: project the tokens of g_y, multiply by the whole w, expand the tokens of the product."""
+    samples, length, outputs = tokens.shape
+    draw = path.transform.draw(tokens.device)
+    projected = path.transform.project(tokens.permute(2, 0, 1), ops, draw)
+    a = encode(projected.permute(1, 2, 0).reshape(-1, 1, outputs), NoTransform(), path.grad_output, ops)
+    b = encode(view.weight_rows(weight), NoTransform(), path.weight, ops)
+    product = _product(a, b, tokens.dtype, tokens.dtype, ops).view(samples, -1, b.codes.shape[0])
+    expanded = path.transform.expand(product.transpose(1, 2), length, ops, draw).transpose(1, 2)
+    grad = view.input_from_rows(expanded.reshape(samples * length, -1), like.x_shape, like.x_dtype)
+    return grad.contiguous(memory_format=like.x_format)
+
+
+def _grad_weight(
+    g: Tensor,
+    tokens: Tensor,
+    kept: tuple[Tensor, ...],
+    draw: Tensor | None,
+    operand: Operand | None,
+    plan: LayerPlan,
+    view: View,
+    like: _Like,
+    ops: Ops,
+) -> Tensor:
+    """g_w = g_yᵀ x in the shape, dtype and format of the weight."""
+    path = plan.grad_weight
+    if _keeps_input(plan):
+        grad = view.exact_grad_weight(g, kept[0].to(g.dtype), like.weight_shape)
+    else:
+        a = operand or encode(tokens.permute(2, 0, 1), path.transform, path.grad_output, ops, draw)
+        held = plan.buffer.load(kept, view.rows_shape(like.x_shape), path.transform, path.input, ops)
+        if isinstance(held, Tensor):
+            held = encode(view.product_rows(held, like.x_shape), path.transform, path.input, ops, draw)
+        grad = _product(a, held, like.weight_dtype, g.dtype, ops).view(like.weight_shape)
+    return grad.to(like.weight_dtype).contiguous(memory_format=like.weight_format)
+
+
+def _product(a: Operand, b: Operand, dtype: torch.dtype, low: torch.dtype, ops: Ops) -> Tensor:
+    """a bᵀ in dtype. An operand that is not quantized makes it a float product in low, the dtype of the gradient."""
+    if a.scale is not None and b.scale is not None:
+        return ops.matmul(a.codes, a.scale, a.group, b.codes, b.scale, b.group, dtype)
+    left, right = (
+        operand.codes.to(low)
+        if operand.scale is None
+        else ops.dequantize(operand.codes, operand.scale, operand.group, low)
+        for operand in (a, b)
+    )
+    return (left @ right.T).to(dtype)
+
+
+def _rows(operand: Operand, at: int, step: int) -> Operand:
+    """Some rows of an operand, with their scales."""
+    codes, scale, group = operand
+    if step >= codes.shape[0]:
+        return operand
+    own = scale[at : at + step] if scale is not None and scale.shape[0] > 1 else scale
+    return Operand(codes[at : at + step], own, group)
