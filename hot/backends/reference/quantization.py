@@ -46,7 +46,7 @@ def _shift(h: Tensor, by: int) -> Tensor:
 
 
 def _group_reduce(x: Tensor, granularity: str, group: int, kind: str) -> Tensor:
-    """The largest value (``max``) or the mean of each scale group of x ≥ 0, in the shape of its scale."""
+    """The largest magnitude (``max``) or the mean of each scale group of x, in the shape of its scale."""
     if x.shape[1] == 0 or x.shape[0] == 0:
         shape = {"tensor": (1, 1), "row": (x.shape[0], 1), "token": (1, x.shape[1]), "block": (x.shape[0], 0)}
         return x.new_zeros(shape[granularity])
@@ -54,11 +54,18 @@ def _group_reduce(x: Tensor, granularity: str, group: int, kind: str) -> Tensor:
     if granularity == "block":
         padded = F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
         if kind == "max":
-            return padded.amax(2)
+            return _largest_magnitude(padded, (2,), keepdim=False)
         count = torch.full((padded.shape[1],), group, device=x.device, dtype=x.dtype)
         count[-1] -= padded.shape[1] * group - x.shape[1]
         return padded.sum(2) / count
-    return x.amax(dims[granularity], keepdim=True) if kind == "max" else x.mean(dims[granularity], keepdim=True)
+    if kind == "max":
+        return _largest_magnitude(x, dims[granularity], keepdim=True)
+    return x.mean(dims[granularity], keepdim=True)
+
+
+def _largest_magnitude(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """x.abs().amax(dims), NaN included, without writing |x|."""
+    return torch.maximum(x.amax(dims, keepdim), x.amin(dims, keepdim).neg())
 
 
 def _spread(scale: Tensor, k: int, group: int) -> Tensor:
@@ -68,11 +75,10 @@ def _spread(scale: Tensor, k: int, group: int) -> Tensor:
 
 def _range(x: Tensor, granularity: str, group: int, clip: Sequence[float]) -> Tensor:
     """The magnitude that maps to the largest code: max |x| of the group, or SAWB's clip (Choi et al. 2019) inside it."""
-    magnitude = x.abs()
-    top = _group_reduce(magnitude, granularity, group, "max")
+    top = _group_reduce(x, granularity, group, "max")
     if not clip:
         return top
-    mean, square = (_group_reduce(m, granularity, group, "mean") for m in (magnitude, magnitude.square()))
+    mean, square = (_group_reduce(m, granularity, group, "mean") for m in (x.abs(), x.square()))
     clipped = clip[0] * square.sqrt() - clip[1] * mean
     return torch.where((clipped > 0) & (clipped < top), clipped, top)
 
