@@ -21,6 +21,7 @@ from hot.policies.layers import layers_of
 from hot.policies.plan import LayerPlan, Skip
 from hot.policies.resolve import resolve
 from hot.policies.schema import Policy
+from hot.views import LinearView, View, conv2d_view
 
 
 class HotLinear(nn.Linear):
@@ -122,6 +123,14 @@ def convert(model: nn.Module, policy: Policy) -> Report:
 def revert(model: nn.Module) -> int:
     """Give every converted layer its own class back, in place; returns how many there were."""
     return sum(_restore(layer.module) for layer in layers_of(model))
+
+
+def view_of(module: nn.Module) -> View:
+    """How a linear or convolution layer is seen as matrix products."""
+    if isinstance(module, nn.Conv2d):
+        padding = module.padding if module.padding_mode == "zeros" else (0, 0)
+        return conv2d_view(module.kernel_size, module.stride, padding, module.dilation)  # type: ignore[arg-type]
+    return LinearView()
 
 
 def _base(module: nn.Module) -> type[nn.Module]:

@@ -18,7 +18,7 @@ from hot.policies.operand import Operand, encode
 from hot.policies.plan import GradInputPlan, LayerPlan
 from hot.policies.transforms import NoTransform
 from hot.sharing import shared
-from hot.views import Conv2dView, LinearView, View
+from hot.views import LinearView, View, conv2d_view
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan) -> Tensor:
@@ -46,22 +46,16 @@ def conv2d(
 
     Equals, without gradients: F.conv2d(x, weight, bias, stride, padding, dilation)
     """
-    view = Conv2dView(
-        (weight.shape[2], weight.shape[3]), _pair(stride), padding if isinstance(padding, str) else _pair(padding), _pair(dilation)
-    )
+    view = conv2d_view((weight.shape[2], weight.shape[3]), stride, padding, dilation)
     if plan.buffer.is_packed and not view.is_pointwise:
         raise HotError(f"buffer: packed needs a 1×1 kernel without padding, not {view.kernel}: use quantized")
     return _run(x, weight, bias, plan, view)
 
 
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
-
-
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
     if plan.is_exact or not torch.is_grad_enabled():
         return view.forward(x, weight, bias)
-    return _Backward.apply(x, weight, bias, plan, view)
+    return Hot.apply(x, weight, bias, plan, view)
 
 
 class _Like(NamedTuple):
@@ -94,7 +88,7 @@ def _format(t: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-class _Backward(torch.autograd.Function):
+class Hot(torch.autograd.Function):
     """forward: torch's own op, plus what the plan saves. backward: the plan's two products and the exact bias gradient."""
 
     @staticmethod

@@ -178,6 +178,20 @@ class Conv2dView:
         return grad_x.reshape(shape) if mask[0] else grad_x, grad_w, grad_b
 
 
+def conv2d_view(
+    kernel: tuple[int, int],
+    stride: int | tuple[int, int],
+    padding: int | tuple[int, int] | str,
+    dilation: int | tuple[int, int],
+) -> Conv2dView:
+    """The view of a convolution given as F.conv2d takes its options: numbers, pairs, or a padding by name."""
+    return Conv2dView(kernel, _pair(stride), padding if isinstance(padding, str) else _pair(padding), _pair(dilation))
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
 def _batched(t: Tensor) -> Tensor:
     return t if t.dim() == 4 else t.unsqueeze(0)
 
