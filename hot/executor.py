@@ -95,7 +95,8 @@ class Hot(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
         y = view.forward(x, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        kept = _keep(x, y.dtype, plan, view) if needs_weight and x.numel() else ()
+        with torch.autocast(x.device.type, enabled=False):  # it would cast the transforms' own products
+            kept = _keep(x, y.dtype, plan, view) if needs_weight and x.numel() else ()
         ctx.save_for_backward(weight if needs_input else None, *kept)
         ctx.plan, ctx.view = plan, view
         ctx.like = _Like(
@@ -107,30 +108,37 @@ class Hot(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        plan, view, like = ctx.plan, ctx.view, ctx.like
-        if not g.numel() or not like.x_shape.numel():
-            return (*like.zeros(ctx.needs_input_grad, g.device), None, None)
-        ops = get_ops(plan.backend, g.device.type)
-        draw, kept = (kept[0], kept[1:]) if needs_weight and _draws(plan) else (None, kept)
-        tokens = view.tokens(g)
-        for_input = for_weight = grad_bias = None
-        if needs_input and needs_weight and (specs := _fused_specs(plan)):
-            for_input, for_weight, grad_bias = _grad_output_operands(tokens, specs, draw, needs_bias, ops)
-
-        grad_input = grad_weight = None
-        if needs_input:
-            grad_input = _grad_input(g, tokens, weight, for_input, plan.grad_input, view, like, ops)
-        if needs_weight:
-            grad_weight = _grad_weight(g, tokens, tuple(kept), draw, for_weight, plan, view, like, ops)
-        if needs_bias:
-            grad_bias = (view.exact_grad_bias(g) if grad_bias is None else grad_bias).to(like.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None
+        if not g.numel() or not ctx.like.x_shape.numel():
+            return (*ctx.like.zeros(ctx.needs_input_grad, g.device), None, None)
+        with torch.autocast(g.device.type, enabled=False):  # as in forward; backward may be called under autocast
+            return (*_backward(g, weight, tuple(kept), ctx.needs_input_grad[:3], ctx.plan, ctx.view, ctx.like), None, None)
 
 
-def _draws(plan: LayerPlan) -> bool:
-    """Whether the transform of grad_weight draws something in each forward, which backward needs again."""
-    return plan.grad_weight.transform.draws
+def _backward(
+    g: Tensor,
+    weight: Tensor | None,
+    kept: tuple[Tensor, ...],
+    needs: tuple[bool, bool, bool],
+    plan: LayerPlan,
+    view: View,
+    like: _Like,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of input, weight and bias; None for one that nobody needs."""
+    needs_input, needs_weight, needs_bias = needs
+    ops = get_ops(plan.backend, g.device.type)
+    draw, kept = (kept[0], kept[1:]) if needs_weight and plan.grad_weight.transform.draws else (None, kept)
+    tokens = view.tokens(g)
+    for_input = for_weight = grad_input = grad_weight = grad_bias = None
+    if needs_input and needs_weight and (specs := _fused_specs(plan)):
+        for_input, for_weight, grad_bias = _grad_output_operands(tokens, specs, draw, needs_bias, ops)
+
+    if needs_input:
+        grad_input = _grad_input(g, tokens, weight, for_input, plan.grad_input, view, like, ops)
+    if needs_weight:
+        grad_weight = _grad_weight(g, tokens, kept, draw, for_weight, plan, view, like, ops)
+    if needs_bias:
+        grad_bias = (view.exact_grad_bias(g) if grad_bias is None else grad_bias).to(like.bias_dtype)
+    return grad_input, grad_weight, grad_bias
 
 
 def _keep(x: Tensor, dtype: torch.dtype, plan: LayerPlan, view: View) -> tuple[Tensor, ...]:
