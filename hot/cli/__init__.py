@@ -1,0 +1,38 @@
+"""The command line: `hot COMMAND`. Each command is one function in one module, registered here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from hot.cli.train import train
+from hot.errors import HotError
+
+app = typer.Typer(
+    name="hot",
+    help="HOT: Hadamard-based optimized training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root() -> None:
+    """HOT: a cheap backward pass for PyTorch models, an exact forward."""
+
+
+app.command("train")(train)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command. What HOT raises on purpose becomes one message on stderr and exit code 2, without a traceback."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="hot")
+    except HotError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        sys.exit(2)

@@ -1,0 +1,129 @@
+"""Experiment files to experiments: read strictly, ``--set key=value`` on top, every problem reported with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hot.errors import HotError, did_you_mean
+from hot.policies.blocks import NESTED, validate
+from hot.policies.presets import preset_folder
+from hot.policies.yaml_source import Mark, Node, Problems, _Reader, from_python, join, read_yaml, show
+from hot.registry import load_plugin_file
+from hot.train.config import Experiment
+from hot.train.data import Dataset, datasets
+from hot.train.models import FromFile, Model, model_spec, models
+from hot.train.optim import Optimizer, Schedule, optimizers, schedules
+
+NESTED.update({Model: models, Dataset: datasets, Optimizer: optimizers, Schedule: schedules})  # for `validate`
+
+BLOCKS = ("model", "data", "optimizer", "schedule")
+"""The fields of an experiment that are ``{kind: …, **params}``."""
+
+EXPERIMENTS = preset_folder().parent / "experiments"
+"""The experiments that come with HOT."""
+
+
+def experiment_names() -> list[str]:
+    """The names of the experiments that come with HOT."""
+    return sorted(path.stem for path in EXPERIMENTS.glob("*.yaml"))
+
+
+def load_experiment(name: str, settings: Sequence[str] = (), *, allow_plugins: bool = False) -> Experiment:
+    """The experiment of that name, or in that file, with ``key=value`` settings on top (dotted keys, YAML values).
+
+    Relative paths in the file (policies, plug-ins, a model's file) start at its folder, those in settings at the
+    current one. Raises PolicyError with every problem, HotError for an unknown name or code that may not run.
+    """
+    path = _find(name)
+    problems = Problems()
+    root = read_yaml(path, problems)
+    if root is not None:
+        problems.expect(root, dict)
+    problems.raise_any()
+    assert root is not None  # or there would have been a problem
+    root = _anchored(root, path.parent)
+    for setting in settings:
+        root = _with_setting(root, setting, problems)
+    problems.raise_any()
+    root = _expanded(root)
+    _load_plugins(root, allow_plugins)
+    name_node = Node(path.stem, root.mark, root.mark)
+    experiment = validate(Experiment, replace(root, value={"name": name_node, **root.value}), problems, "an experiment")
+    problems.raise_any()
+    assert experiment is not None  # or there would have been a problem
+    if isinstance(experiment.model, FromFile) and not allow_plugins:
+        raise HotError(f"model: {experiment.model.path} is code that would run; allow it with --allow-plugins")
+    return experiment
+
+
+def _find(name: str) -> Path:
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        return Path(name)
+    if name not in (known := experiment_names()):
+        raise HotError(
+            f"no experiment {name!r}{did_you_mean(name, known) or '.'} Known: {', '.join(known)}; or give a file"
+        )
+    return EXPERIMENTS / f"{name}.yaml"
+
+
+def _anchored(root: Node, folder: Path) -> Node:
+    """The paths of policies, plug-ins and a model's file, made to start at the folder of the experiment file."""
+
+    def anchor(node: Node) -> Node:
+        if isinstance(node.value, list):
+            return replace(node, value=[anchor(child) for child in node.value])
+        is_path = isinstance(node.value, str) and node.value.partition(":")[0].endswith((".yaml", ".yml", ".py"))
+        return replace(node, value=str(folder / node.value)) if is_path else node
+
+    found = {
+        key: anchor(child) for key, child in root.value.items() if key in ("policy", "compare", "plugins", "model")
+    }
+    return replace(root, value={**root.value, **found})
+
+
+def _with_setting(root: Node, setting: str, problems: Problems) -> Node:
+    """The tree with one ``key=value`` in it. Another `kind` replaces its block whole."""
+    key, equals, text = setting.partition("=")
+    if not equals or not all(key.split(".")):
+        problems.add(Mark(file=f"--set {setting}"), "must be key=value")
+        return root
+    value = _Reader(f"--set {key}", problems).read(text)
+    if value is None:
+        return root
+    leaf = from_python(value.plain(), problems, key)
+    return _put(_expanded(root), key.split("."), leaf, problems)
+
+
+def _put(node: Node, keys: list[str], leaf: Node, problems: Problems, path: str = "") -> Node:
+    if not isinstance(node.value, dict):
+        problems.add(leaf.mark, f"{path} is {show(node.value)}, which has no {keys[0]!r}")
+        return node
+    if not keys[1:]:
+        old = node.value.get("kind")
+        others = {} if keys == ["kind"] and old is not None and old.value != leaf.value else node.value
+        return replace(node, value={**others, keys[0]: leaf})
+    inside = Mark(join(path, keys[0]))
+    child = node.value.get(keys[0], Node({}, inside, inside))
+    return replace(node, value={**node.value, keys[0]: _put(child, keys[1:], leaf, problems, inside.path)})
+
+
+def _expanded(root: Node) -> Node:
+    """The short forms as blocks: ``vit``, ``timm:NAME`` and ``file.py:build`` of a model, ``mnist``, ``sgd`` …"""
+    blocks = {}
+    for key in BLOCKS:
+        if isinstance((node := root.value.get(key)) and node.value, str):
+            block = model_spec(node.value) if key == "model" else {"kind": node.value}
+            blocks[key] = replace(node, value={name: replace(node, value=value) for name, value in block.items()})
+    return replace(root, value={**root.value, **blocks})
+
+
+def _load_plugins(root: Node, allowed: bool) -> None:
+    paths = root.value["plugins"].plain() if "plugins" in root.value else []
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        return  # the schema says what is wrong with them
+    if paths and not allowed:
+        raise HotError(f"plugins: {', '.join(paths)} is code that would run; allow it with --allow-plugins")
+    for path in paths:
+        load_plugin_file(Path(path))

@@ -1,0 +1,82 @@
+"""What a comparison came to: a table for people, curves as a picture, and figures over seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from hot.errors import HotError
+from hot.train.checkpoint import read_metrics, write_atomic
+
+Summary = Mapping[str, Any]
+
+COLUMNS: dict[str, Callable[[Summary], float | None]] = {
+    "accuracy %": lambda s: 100 * s["accuracy"],
+    "test loss": lambda s: s["loss"],
+    "step ms": lambda s: s["step_ms"]["total"],
+    "forward ms": lambda s: s["step_ms"]["forward"],
+    "backward ms": lambda s: s["step_ms"]["backward"],
+    "saved MiB": lambda s: s["saved_bytes"]["total"] / 2**20,
+    "by layers MiB": lambda s: s["saved_bytes"]["in_layers"] / 2**20,
+    "peak allocated MiB": lambda s: _mib(s["peak_bytes"].get("allocated")),
+    "peak reserved MiB": lambda s: _mib(s["peak_bytes"].get("reserved")),
+    "peak RSS growth MiB": lambda s: _mib(s["peak_bytes"].get("rss_growth")),
+}
+"""The columns of the table: heading to value; a column with no value in any run is left out."""
+
+
+def _mib(value: int | None) -> float | None:
+    return None if value is None else value / 2**20
+
+
+def by_policy(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
+    """The runs of each policy, in the order in which the policies came."""
+    groups: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        groups.setdefault(summary["policy"], []).append(summary)
+    return groups
+
+
+def comparison_table(summaries: Sequence[Summary], title: str) -> Table:
+    """One row a policy; the mean over its seeds, ± the standard deviation where there are several."""
+    shown = [name for name, value in COLUMNS.items() if any(value(summary) is not None for summary in summaries)]
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy")
+    for name in shown:
+        table.add_column(name, justify="right")
+    for policy, runs in by_policy(summaries).items():
+        table.add_row(
+            policy, *(_cell([COLUMNS[name](run) for run in runs], 3 if "loss" in name else 1) for name in shown)
+        )
+    return table
+
+
+def _cell(values: Sequence[float | None], digits: int) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    mean = f"{statistics.fmean(known):.{digits}f}"
+    return mean if len(known) == 1 else f"{mean} ± {statistics.stdev(known):.{digits}f}"
+
+
+def plot_curves(runs: Mapping[str, Path], path: Path, title: str) -> None:
+    """Training loss and test accuracy over the steps, one line a run: name to its metrics file. Writes a PNG."""
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no display, no global state
+    except ImportError as error:
+        raise HotError(f"the curves need matplotlib ({error}): pip install 'hot-training[train]'") from error
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    loss, accuracy = figure.subplots(1, 2)
+    for name, metrics in runs.items():
+        lines = read_metrics(metrics)
+        for axes, kind, key in ((loss, "train", "loss"), (accuracy, "eval", "accuracy")):
+            points = [(line["step"], line[key]) for line in lines if line["kind"] == kind and line[key] is not None]
+            axes.plot(*zip(*points, strict=True), label=name, marker="." if kind == "eval" else None)
+    loss.set(xlabel="step", ylabel="training loss", yscale="log", title=title)
+    accuracy.set(xlabel="step", ylabel="test accuracy")
+    accuracy.legend()
+    write_atomic(path, lambda file: figure.savefig(file, format="png", dpi=120))
