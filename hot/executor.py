@@ -69,16 +69,13 @@ class _Like(NamedTuple):
     weight_format: torch.memory_format
     bias_dtype: torch.dtype | None
 
-    def zeros(self, needed: tuple[bool, ...], device: torch.device) -> tuple[Tensor | None, ...]:
-        """The gradients of an empty product."""
-        wanted = (
-            (self.x_shape, self.x_dtype),
-            (self.weight_shape, self.weight_dtype),
-            (self.weight_shape[:1], self.bias_dtype),
-        )
-        return tuple(
-            torch.zeros(shape, dtype=dtype, device=device) if need else None
-            for need, (shape, dtype) in zip(needed, wanted, strict=False)
+    def empty_product(self, g: Tensor, needs: tuple[bool, bool, bool], view: View) -> tuple[Tensor | None, ...]:
+        """The gradients where there is nothing to multiply: zeros, and the bias gradient, which may still be a sum."""
+        needs_input, needs_weight, needs_bias = needs
+        return (
+            g.new_zeros(self.x_shape, dtype=self.x_dtype) if needs_input else None,
+            g.new_zeros(self.weight_shape, dtype=self.weight_dtype) if needs_weight else None,
+            view.tokens(g).sum((0, 1)).to(self.bias_dtype) if needs_bias else None,
         )
 
 
@@ -102,14 +99,14 @@ class Hot(torch.autograd.Function):
         ctx.like = _Like(
             x.shape, x.dtype, _format(x), weight.shape, weight.dtype, _format(weight), None if bias is None else bias.dtype
         )
-        return y
+        return torch.ops.aten._unsafe_view(y, y.shape)  # no view: whoever gets it may change it in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         if not g.numel() or not ctx.like.x_shape.numel():
-            return (*ctx.like.zeros(ctx.needs_input_grad, g.device), None, None)
+            return (*ctx.like.empty_product(g, ctx.needs_input_grad[:3], ctx.view), None, None)
         with torch.autocast(g.device.type, enabled=False):  # as in forward; backward may be called under autocast
             return (*_backward(g, weight, tuple(kept), ctx.needs_input_grad[:3], ctx.plan, ctx.view, ctx.like), None, None)
 
@@ -164,12 +161,12 @@ def _keeps_input(plan: LayerPlan) -> bool:
 
 
 def _fused_specs(plan: LayerPlan) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The arguments of `grad_output_operands` for each path, or None where one has no spec or does not work on rows of g_y."""
+    """The arguments of `grad_output_operands` for each path, or None where one has no spec or the op can't say grad_input's."""
     inputs, weights = plan.grad_input, plan.grad_weight
-    if inputs.transform.axis == "tokens":
+    if inputs.transform.axis == "tokens" or inputs.transform.draws:
         return None
     specs = [part.spec for part in (inputs.transform, inputs.grad_output, weights.transform, weights.grad_output)]
-    if any(spec is None for spec in specs):
+    if any(spec is None for spec in specs) or specs[0]["prefix"] or specs[0]["tail"] != "pad":
         return None
     rows = {name: value for name, value in specs[0].items() if name not in ("prefix", "tail")}
     return {**rows, **specs[1]}, {**specs[2], **specs[3]}
@@ -207,8 +204,9 @@ def _grad_input(
         return exact.to(like.x_dtype).contiguous(memory_format=like.x_format)
     if path.transform.axis == "tokens":
         return _grad_input_over_tokens(tokens, weight, path, view, like, ops)
-    a = operand or encode(tokens.reshape(-1, 1, tokens.shape[2]), path.transform, path.grad_output, ops)
-    b = encode(view.weight_rows(weight), path.transform, path.weight, ops)
+    draw = path.transform.draw(g.device)
+    a = operand or encode(tokens.reshape(-1, 1, tokens.shape[2]), path.transform, path.grad_output, ops, draw)
+    b = encode(view.weight_rows(weight), path.transform, path.weight, ops, draw)
     step = view.samples_at_once(tokens.shape[1] * b.codes.shape[0]) * tokens.shape[1] or a.codes.shape[0]
     parts = [
         view.input_from_rows(_product(_rows(a, at, step), b, like.x_dtype, g.dtype, ops), like.x_shape, like.x_dtype)
