@@ -161,7 +161,7 @@ def _keeps_input(plan: LayerPlan) -> bool:
 
 
 def _fused_specs(plan: LayerPlan) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The arguments of `grad_output_operands` for each path, or None where one has no spec or the op can't say grad_input's."""
+    """The arguments of `grad_output_operands` for each path, or None where one has no spec that it can say."""
     inputs, weights = plan.grad_input, plan.grad_weight
     if inputs.transform.axis == "tokens" or inputs.transform.draws:
         return None
@@ -200,7 +200,7 @@ def _grad_input(
 ) -> Tensor:
     """g_x = g_y w in the shape, dtype and format of x."""
     if path.is_exact:
-        exact = view.exact_grad_input(g, like.x_shape, weight.to(g.dtype))
+        exact = view.exact_grad_input(g, like.x_shape, weight.to(g.dtype), like.x_format)
         return exact.to(like.x_dtype).contiguous(memory_format=like.x_format)
     if path.transform.axis == "tokens":
         return _grad_input_over_tokens(tokens, weight, path, view, like, ops)
@@ -244,7 +244,7 @@ def _grad_weight(
     """g_w = g_yᵀ x in the shape, dtype and format of the weight."""
     path = plan.grad_weight
     if _keeps_input(plan):
-        grad = view.exact_grad_weight(g, kept[0].to(g.dtype), like.weight_shape)
+        grad = view.exact_grad_weight(g, kept[0].to(g.dtype), like.weight_shape, like.weight_format)
     else:
         a = operand or encode(tokens.permute(2, 0, 1), path.transform, path.grad_output, ops, draw)
         held = plan.buffer.load(kept, view.rows_shape(like.x_shape), path.transform, path.input, ops)

@@ -55,11 +55,15 @@ class LinearView:
         """(samples·tokens, I) → the shape of x."""
         return product.to(dtype).view(x_shape)
 
-    def exact_grad_input(self, g: Tensor, x_shape: torch.Size, weight: Tensor) -> Tensor:
+    def exact_grad_input(
+        self, g: Tensor, x_shape: torch.Size, weight: Tensor, x_format: torch.memory_format
+    ) -> Tensor:
         """What torch computes. Equals: g @ weight"""
         return (g.reshape(-1, g.shape[-1]) @ weight).view(x_shape)
 
-    def exact_grad_weight(self, g: Tensor, x: Tensor, weight_shape: torch.Size) -> Tensor:
+    def exact_grad_weight(
+        self, g: Tensor, x: Tensor, weight_shape: torch.Size, weight_format: torch.memory_format
+    ) -> Tensor:
         """What torch computes. Equals: g.T @ x"""
         return g.reshape(-1, g.shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
@@ -153,11 +157,18 @@ class Conv2dView:
         )
         return h, w
 
-    def exact_grad_input(self, g: Tensor, x_shape: torch.Size, weight: Tensor) -> Tensor:
+    def exact_grad_input(
+        self, g: Tensor, x_shape: torch.Size, weight: Tensor, x_format: torch.memory_format
+    ) -> Tensor:
+        if x_format == torch.channels_last:  # torch picks its layout by x and weight; x is only a shape here
+            weight = weight.contiguous(memory_format=x_format)
         return self._exact(g, g.new_empty(1).expand(x_shape), weight, (True, False, False))[0]
 
-    def exact_grad_weight(self, g: Tensor, x: Tensor, weight_shape: torch.Size) -> Tensor:
-        return self._exact(g, x, g.new_empty(1).expand(weight_shape), (False, True, False))[1]
+    def exact_grad_weight(
+        self, g: Tensor, x: Tensor, weight_shape: torch.Size, weight_format: torch.memory_format
+    ) -> Tensor:
+        weight = torch.empty(weight_shape, dtype=g.dtype, device=g.device, memory_format=weight_format)
+        return self._exact(g, x, weight, (False, True, False))[1]
 
     def exact_grad_bias(self, g: Tensor) -> Tensor:
         return _batched(g).sum((0, 2, 3))
