@@ -21,7 +21,7 @@ def hadamard_matrix(n: int) -> Tensor:
     """
     if not is_power_of_two(n):
         raise ValueError(f"a Hadamard matrix of size {n} was asked for; the size must be a power of two")
-    h = torch.ones(1, 1, dtype=torch.float64)
+    h = torch.ones(1, 1, dtype=torch.float64, device="cpu")  # whatever the default device is
     while h.shape[0] < n:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     return h
@@ -31,8 +31,8 @@ def hadamard_matrix(n: int) -> Tensor:
 def sequency_order(n: int) -> tuple[int, ...]:
     """Natural row indices from the lowest sequency (number of sign changes along the row) to the highest.
 
-    The row of sequency s stands at the bit-reversed Gray code of s: J. L. Shanks, "Computation of the fast
-    Walsh-Fourier transform", IEEE Trans. Comput. C-18 (1969).
+    n is a power of two. The row of sequency s stands at the bit-reversed Gray code of s: J. L. Shanks, "Computation of
+    the fast Walsh-Fourier transform", IEEE Trans. Comput. C-18 (1969).
     """
     bits = n.bit_length() - 1
 
@@ -63,5 +63,5 @@ def lp_l1_rows(n: int) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def random_signs(n: int, seed: int) -> tuple[int, ...]:
     """n signs ±1 drawn with their own generator: the same on every machine for one (n, seed)."""
-    draw = torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed))
+    draw = torch.randint(0, 2, (n,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     return tuple((2 * draw - 1).tolist())

@@ -14,12 +14,14 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Generic, TypeVar
+from types import FrameType
+from typing import Any, Generic, TypeVar
 
 from hot.errors import HotError, UnknownNameError, did_you_mean
 
 T = TypeVar("T")
 ENTRY_POINT_GROUP = "hot.plugins"
+registries: list[Registry[Any]] = []
 
 
 class Registry(Generic[T]):
@@ -28,6 +30,8 @@ class Registry(Generic[T]):
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, T] = {}
+        self._importers: dict[str, str] = {}  # the module whose import registered the name
+        registries.append(self)
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator: ``@registry.register("name")``. Raises HotError if the name is taken."""
@@ -39,6 +43,7 @@ class Registry(Generic[T]):
                     f"{_origin(entry)} needs another name"
                 )
             self._entries[name] = entry
+            self._importers[name] = _importing()
             return entry
 
         return add
@@ -72,7 +77,23 @@ class Registry(Generic[T]):
 
     def remove(self, name: str) -> T:
         """Take a name out again (for tests and notebooks that register a class twice)."""
+        self._importers.pop(name, None)
         return self._entries.pop(name)
+
+
+def _importing() -> str:
+    """The name of the module that is being run: that of the nearest module-level frame."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def _forget(module: str) -> None:
+    """Take out what one module registered while it was imported, and nothing that it imported in turn."""
+    for registry in registries:
+        for name in [name for name, importer in registry._importers.items() if importer == module]:
+            registry.remove(name)
 
 
 def _origin(entry: object) -> str:
@@ -97,7 +118,10 @@ def load_entry_points() -> None:
 
 
 def load_plugin_file(path: Path) -> None:
-    """Import a local plug-in file, once per resolved path. Raises HotError that names the file if it fails."""
+    """Import a local plug-in file, once per resolved path.
+
+    Raises HotError that names the file if it fails; nothing stays registered of it then.
+    """
     path = path.resolve()
     name = f"hot_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -111,4 +135,5 @@ def load_plugin_file(path: Path) -> None:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
+        _forget(name)
         raise HotError(f"plug-in {path} failed to import: {type(error).__name__}: {error}") from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hot.backends.ops import FLOAT8, bits_of, code_dtype, compute_dtype
+from hot.backends.ops import FLOAT8, bits_of, code_dtype, compute_dtype, scale_shape
 from hot.backends.table import REFERENCE, register_kernel
 
 TINY = torch.finfo(torch.float32).tiny  # the least scale: 1 / TINY is finite, and a group of zeros gives zeros
@@ -48,8 +49,7 @@ def _shift(h: Tensor, by: int) -> Tensor:
 def _group_reduce(x: Tensor, granularity: str, group: int, kind: str) -> Tensor:
     """The largest magnitude (``max``) or the mean of each scale group of x, in the shape of its scale."""
     if x.shape[1] == 0 or x.shape[0] == 0:
-        shape = {"tensor": (1, 1), "row": (x.shape[0], 1), "token": (1, x.shape[1]), "block": (x.shape[0], 0)}
-        return x.new_zeros(shape[granularity])
+        return x.new_zeros(scale_shape(x.shape[0], x.shape[1], granularity, group))
     dims = {"tensor": (0, 1), "row": (1,), "token": (0,)}
     if granularity == "block":
         padded = F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
@@ -163,7 +163,7 @@ def _round_float8(v: Tensor, u: Tensor | None, dtype: torch.dtype) -> Tensor:
     if u is not None:
         info = torch.finfo(dtype)
         _, exponent = torch.frexp(v)  # |v| = m · 2^exponent with ½ ≤ m < 1
-        least = torch.frexp(torch.tensor(info.smallest_normal)).exponent.item()
+        _, least = math.frexp(info.smallest_normal)
         quantum = torch.exp2(exponent.clamp_min(least).to(v.dtype) - 1) * info.eps
         v = ((v / quantum + u).floor() * quantum).clamp(info.min, info.max)
     return v.to(torch.float32).to(dtype)

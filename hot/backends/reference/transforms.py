@@ -36,7 +36,7 @@ def basis(block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | 
 def _basis(block: int, rows: Sequence[int], signs: Sequence[int], like: Tensor) -> Tensor:
     matrix = hadamard_matrix(block)[list(rows)]
     if signs:
-        matrix = matrix * torch.tensor(signs, dtype=matrix.dtype)
+        matrix = matrix * torch.tensor(signs, dtype=matrix.dtype, device=matrix.device)
     return matrix.to(like.device, like.dtype)
 
 
