@@ -10,9 +10,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
-from typing_extensions import Self
 
 from hot.policies.operand import Operand
 from hot.policies.params import Params, registering
@@ -124,13 +123,6 @@ class Sawb(_Scaled):
 
     bits: int = Field(default=4, ge=2, le=8)
     coefficients: tuple[float, float] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _list_to_tuple(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("coefficients"), list):
-            return {**data, "coefficients": tuple(data["coefficients"])}
-        return data
 
     @property
     def code_bits(self) -> int:
