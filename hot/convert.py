@@ -107,7 +107,8 @@ def convert(model: nn.Module, policy: Policy) -> Report:
     plans = resolve(policy, model)
     layers = layers_of(model)
     report = Report(plans, {layer.name: _base(layer.module).__name__ for layer in layers})
-    if not report.converted and not policy.is_exact:
+    asked_for = policy.defaults.is_exact and not policy.rules  # the policy `exact`: leave everything to torch
+    if not report.converted and not asked_for:
         reasons = Counter(str(skip) for skip in report.skipped.values())
         found = "; ".join(f"{count} × {reason}" for reason, count in reasons.items())
         raise ConversionError(f"nothing to convert in {type(model).__name__}: {found or 'no nn.Linear and no nn.Conv2d'}")
