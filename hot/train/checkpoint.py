@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -97,8 +96,8 @@ class MetricsLog:
         content = (json.dumps(_finite(line)) + "\n").encode()
         size = os.fstat(self._file.fileno()).st_size
         try:
-            if self._file.write(content) != len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            while content:  # a disk that fills up takes a part first, and then says why no more
+                content = content[self._file.write(content) :]
         except OSError as error:
             self._file.truncate(size)
             raise HotError(

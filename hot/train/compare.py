@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-import hot
 from hot.errors import HotError
+from hot.policies.schema import load_policy
 from hot.train.checkpoint import write_json
 from hot.train.config import Experiment
 from hot.train.loop import Run, stop_on_signal
@@ -34,7 +34,7 @@ def run_experiment(
     nor `overwrite` is given; Interrupted after a checkpoint on SIGINT or SIGTERM.
     """
     console = console or Console(stderr=True)
-    policies = {_label(name): hot.load_policy(name, allow_plugins=allow_plugins) for name in experiment.policies}
+    policies = {_label(name): load_policy(name, allow_plugins=allow_plugins) for name in experiment.policies}
     if len(policies) < len(experiment.policies):
         raise HotError(f"compare: two of {', '.join(experiment.policies)} have the same file name; rename one")
     runs = {f"{label}-seed{seed}": (label, seed) for label in policies for seed in experiment.seeds}

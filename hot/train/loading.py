@@ -92,8 +92,7 @@ def _with_setting(root: Node, setting: str, problems: Problems) -> Node:
     value = _Reader(f"--set {key}", problems).read(text)
     if value is None:
         return root
-    leaf = from_python(value.plain(), problems, key)
-    return _put(_expanded(root), key.split("."), leaf, problems)
+    return _put(_expanded(root), key.split("."), from_python(value.plain(), problems, key), problems)
 
 
 def _put(node: Node, keys: list[str], leaf: Node, problems: Problems, path: str = "") -> Node:
@@ -110,10 +109,12 @@ def _put(node: Node, keys: list[str], leaf: Node, problems: Problems, path: str 
 
 
 def _expanded(root: Node) -> Node:
-    """The short forms as blocks: ``vit``, ``timm:NAME`` and ``file.py:build`` of a model, ``mnist``, ``sgd`` …"""
+    """The tree with its short forms (``vit``, ``timm:NAME``, ``file.py:build``, ``sgd`` …) and defaults as blocks."""
     blocks = {}
     for key in BLOCKS:
-        if isinstance((node := root.value.get(key)) and node.value, str):
+        field = Experiment.model_fields[key]
+        node = root.value.get(key) or Node("" if field.is_required() else field.default.kind, Mark(key), Mark(key))
+        if isinstance(node.value, str) and node.value:
             block = model_spec(node.value) if key == "model" else {"kind": node.value}
             blocks[key] = replace(node, value={name: replace(node, value=value) for name, value in block.items()})
     return replace(root, value={**root.value, **blocks})

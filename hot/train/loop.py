@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import hot
+from hot.convert import convert
 from hot.errors import HotError
 from hot.memory import PeakMemory, count_saved_bytes
+from hot.policies.save import save_policy
+from hot.policies.schema import Policy
 from hot.train.checkpoint import MetricsLog, checkpoints, load_checkpoint, read_metrics, save_checkpoint, write_json
 from hot.train.config import Experiment
 from hot.train.data import Data, order_of_epoch
@@ -77,9 +79,7 @@ def pick_device(name: str) -> torch.device:
 class Run:
     """One run in a folder: metrics.jsonl, checkpoint-*.pt, policy.yaml, conversion.txt; summary.json at its end."""
 
-    def __init__(
-        self, experiment: Experiment, policy: hot.Policy, label: str, seed: int, folder: Path, data: Data
-    ) -> None:
+    def __init__(self, experiment: Experiment, policy: Policy, label: str, seed: int, folder: Path, data: Data) -> None:
         self.experiment, self.label, self.seed, self.folder, self.data = experiment, label, seed, folder, data
         self.device = pick_device(experiment.device)
         self.steps_per_epoch = len(data.train) // experiment.batch_size
@@ -90,10 +90,11 @@ class Run:
         self.steps = experiment.steps or (experiment.epochs or 0) * self.steps_per_epoch
         torch.manual_seed(seed)
         self.model = experiment.model.build(data.shape, data.classes).to(self.device)
-        self.report = hot.convert(self.model, policy)
+        self.report = convert(self.model, policy)
         self.optimizer = experiment.optimizer.build(self.model)
         self.policy = policy
-        self.identity = {**experiment.identity(), "seed": seed, "policy": policy.to_dict()}
+        effect = {key: value for key, value in policy.to_dict().items() if key != "description"}
+        self.identity = {**experiment.identity(), "seed": seed, "policy": effect}
         self.step = 0
         self.metrics_size = 0
         self.saved: dict[str, Any] = {}
@@ -120,7 +121,7 @@ class Run:
     def train(self, stop: Stop, progress: Callable[[int, str], None]) -> dict[str, Any]:
         """Train to the last step and return the summary. Raises Interrupted, after a checkpoint, once `stop` is set."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        hot.save_policy(self.policy, self.folder / "policy.yaml")
+        save_policy(self.policy, self.folder / "policy.yaml")
         (self.folder / "conversion.txt").write_text(f"{self.report}\n")
         log = MetricsLog(self.folder / "metrics.jsonl", self.metrics_size)
         try:
