@@ -93,7 +93,7 @@ class Hot(torch.autograd.Function):
         y = view.forward(x, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         with torch.autocast(x.device.type, enabled=False):  # it would cast the transforms' own products
-            kept = _keep(x, y.dtype, plan, view) if needs_weight and x.numel() else ()
+            kept = keep(x, y.dtype, plan, view) if needs_weight and x.numel() else ()
         ctx.save_for_backward(weight if needs_input else None, *kept)
         ctx.plan, ctx.view = plan, view
         ctx.like = _Like(
@@ -138,7 +138,7 @@ def _backward(
     return grad_input, grad_weight, grad_bias
 
 
-def _keep(x: Tensor, dtype: torch.dtype, plan: LayerPlan, view: View) -> tuple[Tensor, ...]:
+def keep(x: Tensor, dtype: torch.dtype, plan: LayerPlan, view: View) -> tuple[Tensor, ...]:
     """What forward saves of x: the draw, if there is one, then what the buffer saves. dtype: what the product ran in."""
     path, buffer = plan.grad_weight, plan.buffer
 

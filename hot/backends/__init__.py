@@ -29,7 +29,7 @@ __all__ = [
 register_backend(
     Backend(
         REFERENCE,
-        devices=("cpu", "cuda"),
+        devices=("cpu", "cuda", "meta"),
         probe=lambda: (True, f"plain torch {torch.__version__}"),
         load=lambda: None,
         priority=0,

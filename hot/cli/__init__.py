@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from hot.cli.calibrate import calibrate
+from hot.cli.plan import plan
 from hot.cli.train import train
 from hot.errors import HotError
 
@@ -27,6 +29,8 @@ def _root() -> None:
 
 
 app.command("train")(train)
+app.command("plan")(plan)
+app.command("calibrate")(calibrate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -82,6 +82,9 @@ class Quantized(Buffer):
         params = dict(value)
         return quantizers[params.pop("kind", "int")].model_validate(params)
 
+    def __str__(self) -> str:
+        return str(self.quantizer)
+
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "quantizer": self.quantizer.to_dict()}
 

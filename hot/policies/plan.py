@@ -28,7 +28,7 @@ class GradInputPlan:
         return self.transform.is_identity and all(q.is_identity for q in self.quantizers)
 
     def __str__(self) -> str:
-        return _describe(self.transform, grad_output=self.grad_output, weight=self.weight)
+        return _describe(self)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class GradWeightPlan:
         return self.transform.is_identity and all(q.is_identity for q in self.quantizers)
 
     def __str__(self) -> str:
-        return _describe(self.transform, grad_output=self.grad_output, input=self.input)
+        return _describe(self)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,9 @@ def product_kind(path: GradInputPlan | GradWeightPlan) -> str:
     return formats[0]
 
 
-def _describe(transform: Transform, **operands: Quantizer) -> str:
-    if transform.is_identity and all(q.is_identity for q in operands.values()):
+def _describe(path: GradInputPlan | GradWeightPlan) -> str:
+    """``hadamard 16: int4 row hashed × int4 row nearest``, the gradient's operand first."""
+    if path.is_exact:
         return "exact"
-    return f"{transform}, " + ", ".join(f"{name} {quantizer}" for name, quantizer in operands.items())
+    operands = " × ".join("float" if quantizer.is_identity else str(quantizer) for quantizer in path.quantizers)
+    return operands if path.transform.is_identity else f"{path.transform}: {operands}"

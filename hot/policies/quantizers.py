@@ -92,6 +92,11 @@ class _Scaled(Quantizer):
     def scale_granularity(self) -> str:
         return self.granularity
 
+    def __str__(self) -> str:
+        name = getattr(self, "format", f"{self.kind}{self.code_bits}")
+        size = f" {self.block}" if self.granularity == "block" else ""
+        return f"{name} {self.granularity}{size} {self.rounding}"
+
     def _spec(self, format: str, clip: tuple[float, ...] = ()) -> dict[str, Any]:
         group = self.block if self.granularity == "block" else 0
         return {

@@ -126,6 +126,16 @@ class HadamardTransform(Transform):
             raise ValueError(f"block: {self.block} is not a power of two")
         return self
 
+    def __str__(self) -> str:
+        size = str(self.block) if self.kept == self.block else f"{self.kept}/{self.block} {getattr(self, 'order', '')}"
+        extras = (
+            ("random signs", self.signs == "random"),
+            ("over tokens", self.axis != "contracted"),
+            (f"prefix {self.prefix_tokens}", self.prefix_tokens > 0),
+            ("tail kept", self.tail == "keep"),
+        )
+        return ", ".join([f"hadamard {size}", *(text for text, applies in extras if applies)])
+
     def rows(self) -> Sequence[int]:
         """Natural indices of the kept rows."""
         return range(self.block)

@@ -220,10 +220,10 @@ class _Reader:
         self.nodes += 1
         if self.nodes > MAX_NODES or len(self.open) > MAX_DEPTH:  # by aliases: what is written out, the loader bounds
             raise yaml.MarkedYAMLError(problem="its aliases expand too far", problem_mark=node.start_mark)
-        value: Any = None
         if node in self.open:
-            self.problems.add(mark, "an alias stands inside the value that it names")
-        elif isinstance(node, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="an alias stands inside its own value", problem_mark=node.start_mark)
+        value: Any
+        if isinstance(node, yaml.ScalarNode):
             value = node.value if node.style else self.scalar(node.value, mark)
         else:
             self.open.append(node)
@@ -241,7 +241,7 @@ class _Reader:
             own = replace(mark, path=join(path, name)) if isinstance(name, str) else mark
             if not isinstance(key_node, yaml.ScalarNode):
                 self.problems.add(mark, "keys must be strings, not lists or mappings")
-            elif not key_node.style and type(core := self.scalar(name, mark)) is not str:
+            elif not key_node.style and type(core := self.scalar(key_node.value, mark)) is not str:
                 self.problems.add(mark, f"keys must be strings, not {show(core)}")
             elif name == "<<":
                 self.problems.add(mark, "merge keys (<<) are refused: say extends: or repeat the fields")

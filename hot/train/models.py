@@ -216,3 +216,12 @@ def model_spec(text: str) -> dict[str, str]:
     if colon and kind.endswith(".py"):
         return {"kind": "file", "path": kind, "function": rest}
     return {"kind": text}
+
+
+def build_model(text: str, shape: tuple[int, ...], classes: int, *, allow_code: bool = False) -> nn.Module:
+    """The model of a short form, with its default parameters. Raises HotError if it is code and that is not allowed."""
+    spec = model_spec(text)
+    kind = spec.pop("kind")
+    if kind == "file" and not allow_code:
+        raise HotError(f"model: {spec['path']} is code that would run; allow it with --allow-plugins")
+    return models[kind](**spec).build(shape, classes)
