@@ -1,0 +1,79 @@
+"""What README shows is run: its examples, its commands, its tables."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hot
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def block(marker: str) -> str:
+    """The code block behind ``<!-- marker -->``."""
+    found = re.search(rf"<!-- {marker} -->\n```\w*\n(.*?)```", README, re.S)
+    assert found, f"README has no {marker!r}"
+    return found[1]
+
+
+def test_quantizer_example_trains_under_its_policy(tmp_path) -> None:
+    (tmp_path / "ternary.py").write_text(block("example: quantizer"))
+    policy_text = next(text for text in re.findall(r"```yaml\n(.*?)```", README, re.S) if "plugins:" in text)
+    (tmp_path / "mine.yaml").write_text(policy_text)
+    with pytest.raises(hot.PolicyError, match="allow"):
+        hot.load_policy(tmp_path / "mine.yaml")
+    policy = hot.load_policy(tmp_path / "mine.yaml", allow_plugins=True)
+    torch.manual_seed(0)
+    layer, exact, x = nn.Linear(32, 48), nn.Linear(32, 48), torch.randn(2, 16, 32)
+    exact.load_state_dict(layer.state_dict())
+    assert hot.convert(nn.Sequential(layer), policy)["0"].grad_input.weight.threshold == 0.7
+    grads = []
+    for module in (layer, exact):
+        own = x.clone().requires_grad_()
+        module(own).square().sum().backward()
+        grads.append(own.grad)
+    cosine = torch.cosine_similarity(grads[0].flatten(), grads[1].flatten(), dim=0)
+    assert 0.7 < cosine < 0.999  # ternary weights: the right direction, and really quantized
+
+
+def test_kernel_example_is_checked_and_used() -> None:
+    """In a process of its own: a registered backend stays."""
+    code = block("example: kernel") + (
+        "\nfrom hot.backends import ops_for"
+        "\nops = ops_for('auto', 'cpu')"
+        "\nassert ops.serving('pack4') == 'mine', ops.serving('pack4')"
+        "\nfrom hot.checking import check"
+        "\nresults = [r for r in check(backend='mine')]"
+        "\nassert results and all(r.ok for r in results), results"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_policy_example_is_a_policy(tmp_path) -> None:
+    text = next(text for text in re.findall(r"```yaml\n(.*?)```", README, re.S) if "attn.qkv" in text)
+    (tmp_path / "mine.yaml").write_text(text)
+    policy = hot.load_policy(tmp_path / "mine.yaml")
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"attn": nn.ModuleDict({"qkv": nn.Linear(4, 12)})})])})
+    model["stem"] = nn.Conv2d(3, 4, 1)
+    plans = hot.resolve(policy, model)
+    assert plans["blocks.0.attn.qkv"].grad_weight.transform.rank == 12
+    assert isinstance(plans["stem"], hot.Skip)
+
+
+def test_every_preset_is_in_the_table() -> None:
+    from hot.policies.presets import preset_names
+
+    assert set(re.findall(r"^\| `([\w-]+)` \|", README, re.M)) == set(preset_names())
+
+
+def test_commands_are_there() -> None:
+    assert "hot train quickstart" in block("main-command")
+    assert "pytest" in block("test-command")
