@@ -200,7 +200,7 @@ def conv2d_view(
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])  # torch takes (1,) for (1, 1)
 
 
 def _batched(t: Tensor) -> Tensor:
