@@ -11,6 +11,17 @@ from hot.backends.table import REFERENCE, register_kernel
 
 INT32_TERMS = 2**31 // 128**2 // 16 * 16 - 16
 """So many products of two int8 codes always fit into int32; a longer contraction is summed in pieces."""
+FLOAT32_TERMS = 2**24 // 128**2
+"""So many sum exactly in float32."""
+
+
+def _int_mm_is_exact() -> bool:
+    """Whether torch._int_mm is right on this CPU: without VNNI instructions its sums of two products saturate at 16 bits."""
+    codes = torch.full((32, 64), 127, dtype=torch.int8, device="cpu")
+    return bool((torch._int_mm(codes, codes.T) == 64 * 127**2).all())
+
+
+INT_MM_ON_CPU = _int_mm_is_exact()
 
 
 def integer_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -18,25 +29,32 @@ def integer_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
     Equals: (a.double() @ b.double().T).to(dtype)
     """
-    pieces = [
-        _int32_product(a_piece, b_piece)
-        for a_piece, b_piece in zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 1), strict=True)
-    ]
-    total = pieces[0] if len(pieces) == 1 else torch.stack(pieces).sum(0, dtype=torch.int64)
+    product, terms = (_int32_product, INT32_TERMS) if a.is_cuda or INT_MM_ON_CPU else (_float32_product, FLOAT32_TERMS)
+    pieces = map(product, a.split(terms, 1), b.split(terms, 1))
+    total = next(pieces)
+    for piece in pieces:
+        total = total.double() + piece
     return total.to(dtype)
 
 
+def _float32_product(a: Tensor, b: Tensor) -> Tensor:
+    return a.float() @ b.float().T
+
+
 def _int32_product(a: Tensor, b: Tensor) -> Tensor:
-    """torch._int_mm under its own limits: on CUDA M > 16 and K, N multiples of 8, so zeros are added and cut off again."""
-    if not a.is_cuda:
-        return torch._int_mm(a, b.T)
+    """torch._int_mm under its own limits: on CUDA M > 16 and K, N multiples of 8, so zeros are added and cut off again; on
+    the CPU it is wrong for K = 1, and where a stride is smaller than the row (pytorch/pytorch#195066)."""
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
-    a = F.pad(a, (0, -k % 8, 0, max(17 - m, 0)))
-    b = F.pad(b, (0, -k % 8, 0, -n % 8))
+    if a.is_cuda:
+        a = F.pad(a, (0, -k % 8, 0, max(17 - m, 0)))
+        b = F.pad(b, (0, -k % 8, 0, -n % 8))
+    elif k == 1:
+        a, b = F.pad(a, (0, 1)), F.pad(b, (0, 1))
+    a, b = (codes.reshape(-1).view(codes.shape) for codes in (a, b))  # contiguous() leaves the stride of a single row
     return torch._int_mm(a, b.T)[:m, :n]
 
 
-def _factors_out(scale: Tensor, codes: Tensor, group: int) -> bool:
+def _factors_out(scale: Tensor, group: int) -> bool:
     """Whether a scale is constant along the contracted axis: one for all, or one a row."""
     return group == 0 and scale.shape[1] == 1
 
@@ -47,6 +65,6 @@ def matmul(
 ) -> Tensor:
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     integers = a.dtype == b.dtype == torch.int8
-    if integers and _factors_out(a_scale, a, a_group) and _factors_out(b_scale, b, b_group) and a.shape[1]:
+    if integers and _factors_out(a_scale, a_group) and _factors_out(b_scale, b_group) and a.shape[1]:
         return integer_product(a, b, compute).mul_(a_scale).mul_(b_scale.T).to(dtype)
     return (dequantize(a, a_scale, a_group, compute) @ dequantize(b, b_scale, b_group, compute).T).to(dtype)

@@ -78,8 +78,9 @@ def _range(x: Tensor, granularity: str, group: int, clip: Sequence[float]) -> Te
     top = _group_reduce(x, granularity, group, "max")
     if not clip:
         return top
-    mean, square = (_group_reduce(m, granularity, group, "mean") for m in (x.abs(), x.square()))
-    clipped = clip[0] * square.sqrt() - clip[1] * mean
+    share = x / _spread(top, x.shape[1], group if granularity == "block" else 0)  # no square over- or underflows
+    mean, square = (_group_reduce(m, granularity, group, "mean") for m in (share.abs(), share.square()))
+    clipped = top * (clip[0] * square.sqrt() - clip[1] * mean)
     return torch.where((clipped > 0) & (clipped < top), clipped, top)
 
 
