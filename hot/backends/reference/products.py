@@ -16,7 +16,7 @@ FLOAT32_TERMS = 2**24 // 128**2
 
 
 def _int_mm_is_exact() -> bool:
-    """Whether torch._int_mm is right on this CPU: without VNNI instructions its sums of two products saturate at 16 bits."""
+    """Whether torch._int_mm is right on this CPU: without VNNI its sums of two products saturate at 16 bits."""
     codes = torch.full((32, 64), 127, dtype=torch.int8, device="cpu")
     return bool((torch._int_mm(codes, codes.T) == 64 * 127**2).all())
 
@@ -42,8 +42,8 @@ def _float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _int32_product(a: Tensor, b: Tensor) -> Tensor:
-    """torch._int_mm under its own limits: on CUDA M > 16 and K, N multiples of 8, so zeros are added and cut off again; on
-    the CPU it is wrong for K = 1, and where a stride is smaller than the row (pytorch/pytorch#195066)."""
+    """torch._int_mm under its own limits: on CUDA M > 16 and K, N multiples of 8, so zeros are added and cut off again;
+    on the CPU it is wrong for K = 1, and where a stride is smaller than the row (pytorch/pytorch#195066)."""
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
     if a.is_cuda:
         a = F.pad(a, (0, -k % 8, 0, max(17 - m, 0)))

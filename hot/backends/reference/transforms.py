@@ -12,7 +12,6 @@ from hot.backends.ops import compute_dtype
 from hot.backends.table import REFERENCE, register_kernel
 from hot.hadamard import hadamard_matrix
 
-
 _bases: dict[tuple[object, ...], Tensor] = {}
 
 
@@ -23,13 +22,12 @@ def basis(block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | 
     """
     if torch.compiler.is_compiling():
         full = _basis(block, rows, signs, like)
+    elif (key := (block, tuple(rows), tuple(signs), like.dtype, like.device)) in _bases:
+        full = _bases[key]
     else:
-        key = (block, tuple(rows), tuple(signs), like.dtype, like.device)
-        full = _bases.get(key)
-        if full is None:
-            full = _basis(block, rows, signs, like)
-            if type(full) is Tensor and not full.is_inference():  # a fake or inference tensor serves this call alone
-                _bases[key] = full
+        full = _basis(block, rows, signs, like)
+        if type(full) is Tensor and not full.is_inference():  # a fake or inference tensor serves this call alone
+            _bases[key] = full
     return full if draw is None else full[draw]
 
 
@@ -80,7 +78,14 @@ def project(
 
 
 def _project(
-    x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None, dim: int
+    x: Tensor,
+    block: int,
+    rows: Sequence[int],
+    signs: Sequence[int],
+    prefix: int,
+    tail: str,
+    draw: Tensor | None,
+    dim: int,
 ) -> Tensor:
     x = x.to(compute_dtype(x))
     h = basis(block, rows, signs, draw, x)
