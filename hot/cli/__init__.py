@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from hot.cli.calibrate import calibrate
+from hot.cli.check import check
+from hot.cli.info import info
+from hot.cli.listing import listing
 from hot.cli.plan import plan
 from hot.cli.train import train
 from hot.errors import HotError
@@ -31,6 +34,9 @@ def _root() -> None:
 app.command("train")(train)
 app.command("plan")(plan)
 app.command("calibrate")(calibrate)
+app.command("check")(check)
+app.command("list")(listing)
+app.command("info")(info)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
