@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,24 +24,38 @@ from hot.policies.schema import Policy
 from hot.views import LinearView, View, conv2d_view
 
 
-class HotLinear(nn.Linear):
-    """nn.Linear with the backward pass of `hot_plan`."""
+class _Converted(nn.Module):
+    """What converted layers share: the plan, shown in their repr, and copies and pickles of classes made at run time."""
 
-    hot_base: ClassVar[type[nn.Module]] = nn.Linear
     hot_plan: LayerPlan
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, self.hot_plan)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.hot_plan}"
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        new, arguments, *state = super().__reduce_ex__(protocol)
+        made_here = "hot_base" in vars(type(self))
+        return (_new, (type(self).hot_base,), *state) if made_here else (new, arguments, *state)  # type: ignore[attr-defined]
 
-class HotConv2d(nn.Conv2d):
+
+def _new(base: type[nn.Module]) -> nn.Module:
+    kind = _converted_class(base)
+    return kind.__new__(kind)
+
+
+class HotLinear(_Converted, nn.Linear):
+    """nn.Linear with the backward pass of `hot_plan`."""
+
+    hot_base: ClassVar[type[nn.Module]] = nn.Linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias, self.hot_plan)
+
+
+class HotConv2d(_Converted, nn.Conv2d):
     """nn.Conv2d with the backward pass of `hot_plan`."""
 
     hot_base: ClassVar[type[nn.Module]] = nn.Conv2d
-    hot_plan: LayerPlan
 
     def forward(self, input: Tensor) -> Tensor:
         padding: tuple[int, ...] | str = self.padding
@@ -49,9 +63,6 @@ class HotConv2d(nn.Conv2d):
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = (0, 0)
         return conv2d(input, self.weight, self.bias, self.hot_plan, self.stride, padding, self.dilation)  # type: ignore[arg-type]
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.hot_plan}"
 
 
 @lru_cache(maxsize=None)
@@ -141,6 +152,16 @@ def _base(module: nn.Module) -> type[nn.Module]:
 def _restore(module: nn.Module) -> bool:
     if not hasattr(type(module), "hot_base"):
         return False
-    module.__class__ = _base(module)
+    module.__class__ = _own_class(type(module))
     del module.hot_plan
     return True
+
+
+def _own_class(kind: type) -> type:
+    """What a class is without HOT. A subclass that others (FSDP2, parametrizations) made of ours since stays theirs."""
+    if "hot_base" in vars(kind):
+        return kind.hot_base  # type: ignore[attr-defined]
+    if not hasattr(kind, "hot_base"):
+        return kind
+    content = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__.replace("Hot", "", 1), tuple(map(_own_class, kind.__bases__)), content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -38,10 +39,12 @@ def layers_of(model: nn.Module) -> list[Layer]:
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             names.setdefault(module, []).append(name)
     prefix = _wrapper_prefix(model)
-    return [
-        Layer(tuple(dict.fromkeys(plain_name(name, prefix) for name in found)), module, skip_reason(module, module in attention))
-        for module, found in names.items()
-    ]
+    plain = {module: tuple(dict.fromkeys(plain_name(name, prefix) for name in found)) for module, found in names.items()}
+    taken = Counter(name for found in plain.values() for name in found)
+    for module, found in plain.items():
+        if any(taken[name] > 1 for name in found):  # a module is only named as a wrapper's would be: keep its whole name
+            plain[module] = tuple(name.removeprefix(prefix) for name in names[module])
+    return [Layer(found, module, skip_reason(module, module in attention)) for module, found in plain.items()]
 
 
 def _wrapper_prefix(model: nn.Module) -> str:
