@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from fnmatch import fnmatchcase
 from itertools import takewhile
 from typing import Annotated, Any
@@ -82,4 +83,4 @@ def _first_line(entry: Any) -> str:
 def _first_comment(text: str) -> str:
     """The first sentence of the comment that a YAML file begins with."""
     comment = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), text.splitlines())]
-    return " ".join(comment).split(". ", 1)[0]
+    return re.split(r"(?<=[a-z0-9)])\. ", " ".join(comment), maxsplit=1)[0]
