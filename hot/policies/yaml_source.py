@@ -224,7 +224,7 @@ class _Reader:
             raise yaml.MarkedYAMLError(problem="an alias stands inside its own value", problem_mark=node.start_mark)
         value: Any
         if isinstance(node, yaml.ScalarNode):
-            value = node.value if node.style else self.scalar(node.value, mark)
+            value = node.value if node.style else self.scalar(node)
         else:
             self.open.append(node)
             if isinstance(node, yaml.SequenceNode):
@@ -241,7 +241,7 @@ class _Reader:
             own = replace(mark, path=join(path, name)) if isinstance(name, str) else mark
             if not isinstance(key_node, yaml.ScalarNode):
                 self.problems.add(mark, "keys must be strings, not lists or mappings")
-            elif not key_node.style and type(core := self.scalar(key_node.value, mark)) is not str:
+            elif not key_node.style and type(core := self.scalar(key_node)) is not str:
                 self.problems.add(mark, f"keys must be strings, not {show(core)}")
             elif name == "<<":
                 self.problems.add(mark, "merge keys (<<) are refused: say extends: or repeat the fields")
@@ -251,12 +251,11 @@ class _Reader:
                 entries[name] = self.node(child, own.path, own)
         return entries
 
-    def scalar(self, text: str, mark: Mark) -> Any:
+    def scalar(self, node: yaml.ScalarNode) -> Any:
         try:
-            return core_scalar(text)
+            return core_scalar(node.value)
         except ValueError:  # Python's own bound on the digits of an integer
-            self.problems.add(mark, "a number with too many digits")
-            return None
+            raise yaml.MarkedYAMLError(problem="a number too long", problem_mark=node.start_mark) from None
 
 
 _WORDS = {word: value for value, words in {
