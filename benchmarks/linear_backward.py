@@ -43,11 +43,15 @@ def device_name(device: str) -> tuple[str, str]:
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return torch.cuda.get_device_name(), subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
-    model = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    model = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
     return (model or [platform.processor()])[0], ""
 
 
-def measure(shape: tuple[int, int, int], policies: list[str], device: str, dtype: torch.dtype, rounds: int) -> list[dict]:
+def measure(
+    shape: tuple[int, int, int], policies: list[str], device: str, dtype: torch.dtype, rounds: int
+) -> list[dict]:
     """One row a policy and pass; ``dense`` is torch's own layer."""
     tokens, outputs, inputs = shape
     torch.manual_seed(0)
@@ -74,10 +78,27 @@ def measure(shape: tuple[int, int, int], policies: list[str], device: str, dtype
         p20, p50, p80 = (statistics.quantiles(samples, n=10)[at] for at in (1, 4, 7))
         dense = statistics.median(times["dense", what])
         rows.append(
-            dict(zip(COLUMNS, [
-                datetime.date.today().isoformat(), name, driver, torch.__version__, torch.get_num_threads(), *shape,
-                str(dtype).removeprefix("torch."), policy, what, f"{p20:.3f}", f"{p50:.3f}", f"{p80:.3f}", f"{dense / p50:.2f}",
-            ], strict=True))  # fmt: skip
+            dict(
+                zip(
+                    COLUMNS,
+                    [
+                        datetime.date.today().isoformat(),
+                        name,
+                        driver,
+                        torch.__version__,
+                        torch.get_num_threads(),
+                        *shape,
+                        str(dtype).removeprefix("torch."),
+                        policy,
+                        what,
+                        f"{p20:.3f}",
+                        f"{p50:.3f}",
+                        f"{p80:.3f}",
+                        f"{dense / p50:.2f}",
+                    ],
+                    strict=True,
+                )
+            )  # fmt: skip
         )
     return rows
 

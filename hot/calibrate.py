@@ -67,7 +67,9 @@ def calibrate(
 
 def with_choices(policy: Policy, choices: Sequence[Choice]) -> Policy:
     """The policy with the choices as plain rules at its end, one a layer."""
-    rules = [{"match": choice.layer, "grad_weight": {"grad_output": {"granularity": choice.chosen}}} for choice in choices]
+    rules = [
+        {"match": choice.layer, "grad_weight": {"grad_output": {"granularity": choice.chosen}}} for choice in choices
+    ]
     return Policy(extends=policy, rules=rules)
 
 

@@ -122,7 +122,9 @@ def convert(model: nn.Module, policy: Policy) -> Report:
     if not report.converted and not asked_for:
         reasons = Counter(str(skip) for skip in report.skipped.values())
         found = "; ".join(f"{count} × {reason}" for reason, count in reasons.items())
-        raise ConversionError(f"nothing to convert in {type(model).__name__}: {found or 'no nn.Linear and no nn.Conv2d'}")
+        raise ConversionError(
+            f"nothing to convert in {type(model).__name__}: {found or 'no nn.Linear and no nn.Conv2d'}"
+        )
     for layer in layers:
         plan = plans[layer.name]
         _restore(layer.module)

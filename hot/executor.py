@@ -13,10 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from hot.backends import Ops, get_ops
 from hot.errors import HotError
-from hot.policies.buffers import Raw
+from hot.policies.buffers import UNTRANSFORMED, Raw
 from hot.policies.operand import Operand, encode
 from hot.policies.plan import GradInputPlan, LayerPlan
-from hot.policies.transforms import NoTransform
 from hot.sharing import shared
 from hot.views import LinearView, View, conv2d_view
 
@@ -97,7 +96,13 @@ class Hot(torch.autograd.Function):
         ctx.save_for_backward(weight if needs_input else None, *kept)
         ctx.plan, ctx.view = plan, view
         ctx.like = _Like(
-            x.shape, x.dtype, _format(x), weight.shape, weight.dtype, _format(weight), None if bias is None else bias.dtype
+            x.shape,
+            x.dtype,
+            _format(x),
+            weight.shape,
+            weight.dtype,
+            _format(weight),
+            None if bias is None else bias.dtype,
         )
         return torch.ops.aten._unsafe_view(y, y.shape)  # no view: whoever gets it may change it in place
 
@@ -108,7 +113,11 @@ class Hot(torch.autograd.Function):
         if not g.numel() or not ctx.like.x_shape.numel():
             return (*ctx.like.empty_product(g, ctx.needs_input_grad[:3], ctx.view), None, None)
         with torch.autocast(g.device.type, enabled=False):  # as in forward; backward may be called under autocast
-            return (*_backward(g, weight, tuple(kept), ctx.needs_input_grad[:3], ctx.plan, ctx.view, ctx.like), None, None)
+            return (
+                *_backward(g, weight, tuple(kept), ctx.needs_input_grad[:3], ctx.plan, ctx.view, ctx.like),
+                None,
+                None,
+            )
 
 
 def _backward(
@@ -222,8 +231,8 @@ def _grad_input_over_tokens(
     samples, length, outputs = tokens.shape
     draw = path.transform.draw(tokens.device)
     projected = path.transform.project(tokens.permute(2, 0, 1), ops, draw)
-    a = encode(projected.permute(1, 2, 0).reshape(-1, 1, outputs), NoTransform(), path.grad_output, ops)
-    b = encode(view.weight_rows(weight), NoTransform(), path.weight, ops)
+    a = encode(projected.permute(1, 2, 0).reshape(-1, 1, outputs), UNTRANSFORMED, path.grad_output, ops)
+    b = encode(view.weight_rows(weight), UNTRANSFORMED, path.weight, ops)
     product = _product(a, b, tokens.dtype, tokens.dtype, ops).view(samples, -1, b.codes.shape[0])
     expanded = path.transform.expand(product.transpose(1, 2), length, ops, draw).transpose(1, 2)
     grad = view.input_from_rows(expanded.reshape(samples * length, -1), like.x_shape, like.x_dtype)

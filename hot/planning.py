@@ -83,7 +83,9 @@ def _saved_bytes(model: nn.Module, resolutions: dict[str, Resolution], sample: T
         try:
             model(sample.to("meta"))
         except Exception as error:  # whatever a model says of an input that it cannot take
-            raise HotError(f"the model does not take an input {tuple(sample.shape)} of {sample.dtype}: {error}") from error
+            raise HotError(
+                f"the model does not take an input {tuple(sample.shape)} of {sample.dtype}: {error}"
+            ) from error
     for name, x in inputs:
         module, plan = resolutions[name].layer.module, resolutions[name].plan
         if not module.weight.requires_grad:  # type: ignore[union-attr]
@@ -117,7 +119,11 @@ def serving(plan: LayerPlan, device: str) -> dict[str, str]:
 
     def operand(op: str) -> str:
         served = ops.serving(op)
-        return served if served != "composition" else f"{ops.serving('project')} project + {ops.serving('quantize')} quantize"
+        return (
+            served
+            if served != "composition"
+            else f"{ops.serving('project')} project + {ops.serving('quantize')} quantize"
+        )
 
     def product(path: GradInputPlan | GradWeightPlan) -> str:
         kind = product_kind(path)

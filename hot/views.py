@@ -55,9 +55,7 @@ class LinearView:
         """(samples·tokens, I) → the shape of x."""
         return product.to(dtype).view(x_shape)
 
-    def exact_grad_input(
-        self, g: Tensor, x_shape: torch.Size, weight: Tensor, x_format: torch.memory_format
-    ) -> Tensor:
+    def exact_grad_input(self, g: Tensor, x_shape: torch.Size, weight: Tensor, x_format: torch.memory_format) -> Tensor:
         """What torch computes. Equals: g @ weight"""
         return (g.reshape(-1, g.shape[-1]) @ weight).view(x_shape)
 
@@ -157,9 +155,7 @@ class Conv2dView:
         )
         return h, w
 
-    def exact_grad_input(
-        self, g: Tensor, x_shape: torch.Size, weight: Tensor, x_format: torch.memory_format
-    ) -> Tensor:
+    def exact_grad_input(self, g: Tensor, x_shape: torch.Size, weight: Tensor, x_format: torch.memory_format) -> Tensor:
         if x_format == torch.channels_last:  # torch picks its layout by x and weight; x is only a shape here
             weight = weight.contiguous(memory_format=x_format)
         return self._exact(g, g.new_empty(1).expand(x_shape), weight, (True, False, False))[0]
@@ -173,7 +169,9 @@ class Conv2dView:
     def exact_grad_bias(self, g: Tensor) -> Tensor:
         return _batched(g).sum((0, 2, 3))
 
-    def _exact(self, g: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
+    def _exact(
+        self, g: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """torch's own backward; an asymmetric ``same`` is padded by hand first, as torch's forward does."""
         left, right, top, bottom = self.pads
         batched, shape = _batched(x), x.shape

@@ -34,7 +34,6 @@ def batches(count: int = 3) -> list[torch.Tensor]:
     return [torch.randn(2, 64, 24, generator=generator) for _ in range(count)]
 
 
-
 @pytest.fixture
 def model() -> Scaled:
     torch.manual_seed(0)

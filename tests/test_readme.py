@@ -61,7 +61,9 @@ def test_policy_example_is_a_policy(tmp_path) -> None:
     text = next(text for text in re.findall(r"```yaml\n(.*?)```", README, re.S) if "attn.qkv" in text)
     (tmp_path / "mine.yaml").write_text(text)
     policy = hot.load_policy(tmp_path / "mine.yaml")
-    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"attn": nn.ModuleDict({"qkv": nn.Linear(4, 12)})})])})
+    model = nn.ModuleDict(
+        {"blocks": nn.ModuleList([nn.ModuleDict({"attn": nn.ModuleDict({"qkv": nn.Linear(4, 12)})})])}
+    )
     model["stem"] = nn.Conv2d(3, 4, 1)
     plans = hot.resolve(policy, model)
     assert plans["blocks.0.attn.qkv"].grad_weight.transform.rank == 12

@@ -180,10 +180,21 @@ _ready: dict[tuple[str, str], Ops] = {}
 
 def get_ops(backend: str, device: str) -> Ops:
     """`ops_for`, kept: choosing kernels takes no time in a step, and is no part of a compiled graph."""
+    if torch.compiler.is_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_choose_while_tracing)
     ops = _ready.get((backend, device))
     if ops is None:
         ops = _ready[backend, device] = ops_for(backend, device)
     return ops
+
+
+def _choose_while_tracing(context: Any) -> None:
+    """What `get_ops` does where its frame is traced before it ever ran: then the graph only looks the ops up."""
+    key = tuple(context.get_local(name).as_python_constant() for name in ("backend", "device"))
+    if key not in _ready:
+        _ready[key] = ops_for(*key)
 
 
 def ops_for(backend: str, device: str) -> Ops:

@@ -56,11 +56,11 @@ def cases(op: str, dtype: str, layout: str, device: torch.device) -> list[Case]:
 
 def find_case(name: str, device: str | torch.device = "cpu") -> Case:
     """The case of that name, as `hot check` prints it: ``find_case("project/float32/sliced/7").args``."""
-    op, dtype, layout, number = name.split("/")
     try:
+        op, dtype, layout, number = name.split("/")
         return cases(op, dtype, layout, torch.device(device))[int(number)]
-    except (IndexError, ValueError) as error:
-        raise HotError(f"no case {name!r}") from error
+    except (AttributeError, IndexError, ValueError) as error:
+        raise HotError(f"no case {name!r}; names look like project/float32/sliced/7") from error
 
 
 def transforms(s: Source) -> list[tuple[tuple[int, ...], Args]]:

@@ -10,16 +10,24 @@ from rich.console import Console
 
 
 def calibrate(
-    config: Annotated[str, typer.Argument(help="An experiment: a name that comes with HOT (quickstart), or a YAML file.")],
+    config: Annotated[
+        str, typer.Argument(help="An experiment: a name that comes with HOT (quickstart), or a YAML file.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The policy file to write.")],
-    policy: Annotated[Optional[str], typer.Option(help="The policy to start from; the experiment's if left out.")] = None,  # noqa: UP045
+    policy: Annotated[
+        Optional[str], typer.Option(help="The policy to start from; the experiment's if left out.")
+    ] = None,  # noqa: UP045
     batches: Annotated[int, typer.Option(min=1, help="How many batches of training data to look at.")] = 4,
-    checkpoint: Annotated[Optional[Path], typer.Option(help="Weights to calibrate with: a checkpoint of hot train.")] = None,  # noqa: UP045
+    checkpoint: Annotated[
+        Optional[Path], typer.Option(help="Weights to calibrate with: a checkpoint of hot train.")
+    ] = None,  # noqa: UP045
     settings: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the experiment. Repeatable."),
     ] = None,
-    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help="Let experiment and policy run code of yours.")] = False,
+    allow_plugins: Annotated[
+        bool, typer.Option("--allow-plugins", help="Let experiment and policy run code of yours.")
+    ] = False,
 ) -> None:
     """Write a policy with one rule a layer: the granularity of grad_weight's gradient, and the figures that decided it."""
     from hot.calibrate import measure, with_choices

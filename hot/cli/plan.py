@@ -15,12 +15,15 @@ def plan(
     policy: Annotated[str, typer.Argument(help="A preset (hot) or a YAML file.")],
     model: Annotated[str, typer.Option(help="vit, resnet18, timm:NAME, or file.py:build (with --allow-plugins).")],
     input: Annotated[
-        str, typer.Option(metavar="SHAPE[:DTYPE]", help="The input that bytes are counted for: 8,3,224,224 or 8,128:int64.")
+        str,
+        typer.Option(metavar="SHAPE[:DTYPE]", help="The input that bytes are counted for: 8,3,224,224 or 8,128:int64."),
     ] = "1,3,224,224",
     classes: Annotated[int, typer.Option(help="Classes of a model that is built by name.")] = 1000,
     explain: Annotated[Optional[str], typer.Option(metavar="LAYER", help="Show the way to one layer's plan.")] = None,  # noqa: UP045
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help="Let the policy and the model's file run code.")] = False,
+    allow_plugins: Annotated[
+        bool, typer.Option("--allow-plugins", help="Let the policy and the model's file run code.")
+    ] = False,
 ) -> None:
     """Show each layer's plan, the rule that decided it, the bytes of its input that are saved, or why it is left exact."""
     from hot.planning import plan_rows
@@ -86,7 +89,9 @@ def _print_table(rows: list[Any], title: str) -> None:
             cells = [str(found.grad_input), str(found.grad_weight), str(found.buffer)]
         else:
             cells = [str(found), "", ""]
-        table.add_row(row.name, row.kind, row.shape, *cells, row.resolution.decided_by, _size(row.before), _size(row.after))
+        table.add_row(
+            row.name, row.kind, row.shape, *cells, row.resolution.decided_by, _size(row.before), _size(row.after)
+        )
     table.add_section()
     totals = [sum(getattr(row, which) or 0 for row in rows) for which in ("before", "after")]
     table.add_row("all layers", "", "", "", "", "", "", *map(_size, totals))

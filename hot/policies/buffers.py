@@ -15,6 +15,10 @@ from hot.policies.transforms import NoTransform, Transform
 from hot.registry import Registry
 
 
+UNTRANSFORMED = NoTransform()
+"""Made once: torch.compile can't trace the making of a model of pydantic."""
+
+
 class Buffer(Params):
     """What is saved of x (rows, samples, length), one row an input channel, any strides. Subclass it, write both ends.
 
@@ -89,7 +93,7 @@ class Quantized(Buffer):
         return {"kind": self.kind, "quantizer": self.quantizer.to_dict()}
 
     def save(self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None) -> tuple[Tensor, ...]:
-        codes, scale, _ = encode(x, NoTransform(), self.quantizer, ops)
+        codes, scale, _ = encode(x, UNTRANSFORMED, self.quantizer, ops)
         return (codes,) if scale is None else (self.quantizer.store(codes, ops), scale)
 
     def load(

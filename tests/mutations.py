@@ -1,0 +1,92 @@
+"""Breaks HOT on purpose, one place at a time, and names the test that notices: ``python tests/mutations.py``.
+
+Each mutation is made in a copy of the working tree, where the whole fast suite runs until its first failure. A mutation
+that survives is a hole in the tests and makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Mutation(NamedTuple):
+    """What is broken: `old` becomes `new` in a file, where it stands exactly once."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+
+
+MUTATIONS = [
+    Mutation("transform: sign of H", "hot/hadamard.py", "torch.cat([h, -h], 1)", "torch.cat([h, h.flip(1)], 1)"),
+    Mutation("transform: order of rows", "hot/hadamard.py", "gray = s ^ (s >> 1)", "gray = s"),
+    Mutation("transform: gain", "hot/backends/reference/transforms.py", "_along(body, h, dim).mul_(gain)", "_along(body, h, dim)"),
+    Mutation("transform: tail cut off", "hot/backends/reference/transforms.py", 'if ragged and tail == "pad":', "if False:"),
+    Mutation("scale: largest value, not magnitude", "hot/backends/reference/quantization.py",
+             "torch.maximum(x.amax(dims, keepdim), x.amin(dims, keepdim).neg())", "x.amax(dims, keepdim)"),
+    Mutation("scale: of the whole tensor for rows", "hot/backends/reference/quantization.py", '"row": (1,)', '"row": (0, 1)'),
+    Mutation("scale: forgotten in the product", "hot/backends/reference/products.py", ".mul_(b_scale.T)", ""),
+    Mutation("rounding: towards zero", "hot/backends/reference/quantization.py", "v.round_() if u is None", "v.trunc_() if u is None"),
+    Mutation("rounding: biased noise", "hot/backends/reference/quantization.py", "return _shift(h, 16)", "return _shift(h, 17)"),
+    Mutation("rounding: noise without the index", "hot/backends/reference/quantization.py", "h = index.mul_(", "h = index.mul_(0 * "),
+    Mutation("merge: earlier wins", "hot/policies/merge.py", "for key, child in over.value.items():\n        merged[key] = merge(base.value[key], child) if key in base.value else child",
+             "for key, child in over.value.items():\n        merged[key] = merge(child, base.value[key]) if key in base.value else child"),
+    Mutation("merge: another kind keeps the old fields", "hot/policies/merge.py", 'if "kind" in over.value and', "if False and"),
+    Mutation("executor: no draw for the gradient", "hot/executor.py", "draw, kept = (kept[0], kept[1:])", "draw, kept = (kept[0] * 0, kept[1:])"),
+    Mutation("executor: frozen weights save their input", "hot/executor.py", "if needs_weight and x.numel() else ()", "if x.numel() else ()"),
+    Mutation("executor: autocast reaches the transforms", "hot/executor.py",
+             "with torch.autocast(x.device.type, enabled=False):  # it would", "with torch.no_grad():  # it would"),
+    Mutation("sharing: without the version", "hot/sharing.py", "and entry[1] == x._version", ""),
+    Mutation("sharing: without the identity", "hot/sharing.py", "entry[0]() is x and ", ""),
+    Mutation("views: blocks straddle samples", "hot/views.py", "samples = t.shape[0] if t.dim() > 2 else 1", "samples = 1"),
+    Mutation("views: same padding on the other side", "hot/views.py",
+             "return total_w // 2, total_w - total_w // 2, total_h // 2, total_h - total_h // 2",
+             "return total_w - total_w // 2, total_w // 2, total_h - total_h // 2, total_h // 2"),
+    Mutation("match: a glob is not anchored", "hot/policies/match.py", "fullmatch", "match"),
+    Mutation("calibration: measures before the projection", "hot/calibrate.py",
+             "self.path.transform.project(tokens.permute(2, 0, 1), ops, draw)", "tokens.permute(2, 0, 1)"),
+    Mutation("checkpoint: the random state is not restored", "hot/train/loop.py", 'torch.set_rng_state(state["rng"]["cpu"])', "pass"),
+]  # fmt: skip
+
+
+def first_failure(mutation: Mutation) -> str | None:
+    """The first test that fails under a mutation, or None if it survives."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "hot"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"))
+        target = copy / mutation.file
+        text = target.read_text()
+        assert mutation.old in text, f"{mutation.file} no longer holds {mutation.old!r}"
+        target.write_text(text.replace(mutation.old, mutation.new))
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu and not slow", "-p", "no:cacheprovider", "tests"],
+            cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True,
+        )  # fmt: skip
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    return found[1] if found else (None if done.returncode == 0 else done.stdout[-300:])
+
+
+def main() -> None:
+    wanted = sys.argv[1:]
+    survivors = 0
+    for mutation in MUTATIONS:
+        if wanted and not any(word in mutation.what for word in wanted):
+            continue
+        caught = first_failure(mutation)
+        survivors += caught is None
+        print(f"{mutation.what:48} {caught or 'SURVIVED'}", flush=True)
+    sys.exit(survivors > 0)
+
+
+if __name__ == "__main__":
+    main()

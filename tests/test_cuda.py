@@ -1,0 +1,175 @@
+"""The executor and the reference backend on a CUDA device: the same laws, the same codes as on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import PLANS
+from torch import nn
+
+import hot
+from hot.memory import saved_bytes
+from hot.train.models import Vit
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_tf32():
+    """The reference's float products are float32's."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def grads(plan: hot.LayerPlan, device: str, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, w, b, g = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
+        for shape in [(3, 41, 48), (56, 48), (56,), (3, 41, 56)]
+    )
+    hot.linear(x, w, b, plan).backward(g)
+    return [t.grad.cpu() for t in (x, w, b)]
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name not in ("stochastic", "random_rows")])
+def test_gradients_are_those_of_the_cpu(name: str) -> None:
+    """In float64 an ulp of the transform moves a code so rarely that the gradients agree; luq draws, so compare its size."""
+    if "luq" in name:
+        norms = [[g.norm() for g in grads(PLANS[name], device)] for device in ("cpu", "cuda")]
+        torch.testing.assert_close(norms[0], norms[1], rtol=0.05, atol=0)
+        return
+    for on_cpu, on_gpu in zip(grads(PLANS[name], "cpu"), grads(PLANS[name], "cuda"), strict=True):
+        assert (on_cpu - on_gpu).norm() <= 2e-3 * on_cpu.norm()
+
+
+@pytest.mark.parametrize("policy", ["hot", "hot-paper", "int8", "hlq", "lbp-wht", "luq"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_vit_trains(policy: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Vit(dim=64, depth=2, heads=2).build((3, 32, 32), 10).cuda()
+    hot.convert(model, hot.load_policy(policy))
+    x, y = torch.randn(32, 3, 32, 32, device="cuda"), torch.randint(0, 10, (32,), device="cuda")
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    losses = []
+    for _ in range(30):
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            loss = nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0], losses
+
+
+def test_grad_scaler_skips_a_step_whose_gradient_overflows() -> None:
+    layer = nn.Linear(64, 64).cuda()
+    hot.convert(layer, hot.load_policy("hot"))
+    optimizer, scaler = torch.optim.SGD(layer.parameters(), 1.0), torch.amp.GradScaler("cuda", init_scale=2.0**60)
+    before = layer.weight.detach().clone()
+    with torch.autocast("cuda", torch.float16):
+        loss = layer(torch.randn(2, 32, 64, device="cuda")).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(before, layer.weight) and scaler.get_scale() < 2.0**60
+
+
+def test_runs_on_a_side_stream_and_in_autograd_threads() -> None:
+    layer = nn.Linear(256, 256).cuda()
+    hot.convert(layer, hot.load_policy("int8"))
+    x = torch.randn(4, 64, 256, device="cuda", requires_grad=True)
+    expected = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(expected, got)
+
+
+def test_the_whole_step_captures_in_a_cuda_graph() -> None:
+    """Nothing synchronizes and no constant is copied from the host in a step that is warm."""
+    layer = nn.Linear(256, 512).cuda()
+    hot.convert(layer, hot.load_policy("hot"))
+    x = torch.randn(4, 64, 256, device="cuda", requires_grad=True)
+
+    def step() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    for a, b in zip(captured, step(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_saved_bytes_and_peak_fall() -> None:
+    """Eight linear layers with nothing between them: what hot saves is an eighth of float32, and the peak shows it."""
+
+    def run(policy: str) -> tuple[int, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
+        hot.convert(model, hot.load_policy(policy))
+        x = torch.randn(16, 1024, 1024, device="cuda")
+        saved = saved_bytes(model, lambda: model(x)).in_layers
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        y = model(x)
+        del x
+        after = torch.cuda.memory_allocated() - held
+        y.square().mean().backward()
+        return saved, after
+
+    (exact_saved, exact_held), (hot_saved, hot_held) = run("exact"), run("hot")
+    assert exact_saved == 8 * 16 * 2**20 * 4
+    assert hot_saved == 8 * (16 * 2**20 // 2 + 1024 * 4)
+    assert hot_held < exact_held / 2
+
+
+def test_compiles_without_graph_breaks() -> None:
+    torch.manual_seed(0)
+    model = Vit(dim=64, depth=1, heads=2).build((3, 32, 32), 10).cuda()
+    hot.convert(model, hot.load_policy("int8"))
+    x = torch.randn(8, 3, 32, 32, device="cuda")
+    model(x).square().sum().backward()
+    eager = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch.compile(model, fullgraph=True)(x).square().sum().backward()
+    for a, p in zip(eager, model.parameters(), strict=True):
+        assert (a - p.grad).norm() <= 0.02 * a.norm() + 1e-6
+
+
+def test_golden_on_the_gpu() -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(__file__).parent / "golden/had_noquant.safetensors", device="cuda")
+    layer = nn.Linear(tensors["w"].shape[1], tensors["w"].shape[0], bias=False, device="cuda")
+    layer.weight.data.copy_(tensors["w"])
+    full = {"kind": "hadamard", "block": 16}
+    policy = hot.Policy(
+        defaults={"grad_input": {"transform": full}, "grad_weight": {"transform": full}, "buffer": {"kind": "packed"}}
+    )
+    hot.convert(layer, policy)
+    x = tensors["x"].requires_grad_()
+    layer(x).backward(tensors["grad_output"])
+    for got, wanted in ((x.grad, tensors["grad_input"]), (layer.weight.grad, tensors["grad_weight"])):
+        assert (got - wanted).norm() <= 1e-5 * wanted.norm()
