@@ -1,0 +1,5 @@
+"""``python -m hot``: the same as the command ``hot``."""
+
+from hot.cli import main
+
+main()
