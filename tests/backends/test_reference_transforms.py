@@ -53,10 +53,15 @@ def test_narrow_floats_are_transformed_in_float32(dtype: torch.dtype) -> None:
     assert got.dtype == torch.float32 and torch.equal(got, ops.hadamard(x.float(), 16))
 
 
+lengths, blocks, ranks, prefixes = (
+    st.integers(0, 70),
+    st.sampled_from([2, 4, 16]),
+    st.integers(1, 16),
+    st.integers(0, 6),
+)
 shapes = st.tuples(
-    st.integers(0, 70), st.sampled_from([2, 4, 16]), st.integers(1, 16), st.integers(0, 6), st.sampled_from(["pad", "keep"]),
-    st.booleans(), st.integers(0, 2**31),
-)  # fmt: skip
+    lengths, blocks, ranks, prefixes, st.sampled_from(["pad", "keep"]), st.booleans(), st.integers(0, 2**31)
+)
 
 
 def _case(case: tuple[int, int, int, int, str, bool, int]) -> tuple[int, dict[str, Any], torch.Generator]:
@@ -132,10 +137,14 @@ def views() -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("x", views(), ids=["rows innermost", "rows then samples", "sliced", "a row", "a column", "one"])
+@pytest.mark.parametrize(
+    "x", views(), ids=["rows innermost", "rows then samples", "sliced", "a row", "a column", "one"]
+)
 def test_strides_do_not_matter(x: Tensor) -> None:
     how = transform(16, 8, prefix=1)
-    assert torch.allclose(ops.project(x, **how), ops.project(x.clone(memory_format=torch.contiguous_format), **how), atol=1e-6)
+    assert torch.allclose(
+        ops.project(x, **how), ops.project(x.clone(memory_format=torch.contiguous_format), **how), atol=1e-6
+    )
 
 
 def test_the_input_is_left_alone() -> None:

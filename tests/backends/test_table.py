@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from hot.backends import table
-from hot.backends.table import OPS, Backend, backends, declare_op, get_ops, kernels, ops_for, register_backend, register_kernel
+from hot.backends.table import (
+    OPS,
+    Backend,
+    backends,
+    declare_op,
+    get_ops,
+    kernels,
+    ops_for,
+    register_backend,
+    register_kernel,
+)
 from hot.errors import BackendError, HotError, UnknownNameError
 
 

@@ -90,7 +90,9 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     x = x.to(compute_dtype(x))
     limit = _largest_code(format)
-    scale = (_range(x, granularity, group, clip) / limit).clamp_min(TINY).to(torch.float32)
+    top = _range(x, granularity, group, clip)
+    scale = top / torch.full_like(top, limit)  # CUDA turns a division by a number into a product with its reciprocal
+    scale = scale.clamp_min(TINY).to(torch.float32)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     inverse = _spread(scale.reciprocal(), x.shape[1], group if granularity == "block" else 0).to(x.dtype)
     codes = torch.empty(x.shape, dtype=code_dtype(format), device=x.device)
