@@ -7,26 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from hot.errors import HotError
 from hot.train.checkpoint import read_metrics, write_atomic
 
 Summary = Mapping[str, Any]
 
-COLUMNS: dict[str, Callable[[Summary], float | None]] = {
-    "accuracy %": lambda s: 100 * s["accuracy"],
+FIGURES: dict[str, Callable[[Summary], float | None]] = {
+    "accuracy, %": lambda s: 100 * s["accuracy"],
     "test loss": lambda s: s["loss"],
-    "step ms": lambda s: s["step_ms"]["total"],
-    "forward ms": lambda s: s["step_ms"]["forward"],
-    "backward ms": lambda s: s["step_ms"]["backward"],
-    "saved MiB": lambda s: s["saved_bytes"]["total"] / 2**20,
-    "by layers MiB": lambda s: s["saved_bytes"]["in_layers"] / 2**20,
-    "peak allocated MiB": lambda s: _mib(s["peak_bytes"].get("allocated")),
-    "peak reserved MiB": lambda s: _mib(s["peak_bytes"].get("reserved")),
-    "peak RSS growth MiB": lambda s: _mib(s["peak_bytes"].get("rss_growth")),
+    "training loss": lambda s: s["train_loss"],
+    "step, ms": lambda s: s["step_ms"]["total"],
+    "  forward, ms": lambda s: s["step_ms"]["forward"],
+    "  backward, ms": lambda s: s["step_ms"]["backward"],
+    "saved for backward, MiB": lambda s: _mib(s["saved_bytes"]["total"]),
+    "  by linear and conv layers, MiB": lambda s: _mib(s["saved_bytes"]["in_layers"]),
+    "peak allocated, MiB": lambda s: _mib(s["peak_bytes"].get("allocated")),
+    "peak reserved, MiB": lambda s: _mib(s["peak_bytes"].get("reserved")),
+    "peak growth of the process, MiB": lambda s: _mib(s["peak_bytes"].get("rss_growth")),
 }
-"""The columns of the table: heading to value; a column with no value in any run is left out."""
+"""The rows of the table: heading to value; one that has no value in any run is left out."""
 
 
 def _mib(value: int | None) -> float | None:
@@ -42,16 +43,13 @@ def by_policy(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
 
 
 def comparison_table(summaries: Sequence[Summary], title: str) -> Table:
-    """One row a policy; the mean over its seeds, ± the standard deviation where there are several."""
-    shown = [name for name, value in COLUMNS.items() if any(value(summary) is not None for summary in summaries)]
-    table = Table(title=title, title_justify="left")
-    table.add_column("policy")
-    for name in shown:
-        table.add_column(name, justify="right")
-    for policy, runs in by_policy(summaries).items():
-        table.add_row(
-            policy, *(_cell([COLUMNS[name](run) for run in runs], 3 if "loss" in name else 1) for name in shown)
-        )
+    """One column a policy: the mean over its seeds, ± the standard deviation where there are several."""
+    groups = by_policy(summaries)
+    table = Table("", *(Column(policy, justify="right") for policy in groups), title=title, title_justify="left")
+    for name, figure in FIGURES.items():
+        if any(figure(summary) is not None for summary in summaries):
+            digits = 3 if "loss" in name else 1
+            table.add_row(name, *(_cell([figure(run) for run in runs], digits) for runs in groups.values()))
     return table
 
 
