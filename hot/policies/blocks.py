@@ -38,6 +38,14 @@ EXACT = from_python({key: block for key, block in LayerPlan().to_dict().items() 
 M = TypeVar("M", bound=BaseModel)
 
 
+def plain(tree: Node, shape: Any = SHAPE) -> dict[str, Any]:
+    """A merged tree as plain data, in the order in which people write it: paths and operands as above, `kind` first."""
+    if isinstance(shape, Registry):
+        block: dict[str, Any] = tree.plain()
+        return {"kind": block.pop("kind"), **block}
+    return {key: plain(tree.value[key], shape[key]) for key in shape}
+
+
 def checked(node: Node, shape: Any, problems: Problems) -> Node | None:
     """What of a written tree can be merged: unknown keys, wrong types and unknown kinds are problems and left out."""
     if isinstance(shape, Registry):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from hot.errors import UnknownNameError, did_you_mean
-from hot.policies.blocks import EXACT, build_plan
+from hot.policies.blocks import EXACT, build_plan, plain
 from hot.policies.buffers import Quantized, Raw
 from hot.policies.layers import Layer, layers_of
 from hot.policies.plan import LayerPlan, Skip
@@ -100,7 +100,7 @@ def _trees(policy: Policy, rules: Sequence[int]) -> list[Node]:
 def _steps(policy: Policy, rules: Sequence[int]) -> tuple[Step, ...]:
     trees = [EXACT, *_trees(policy, rules)]
     sources = [DEFAULTS, *(_rule_name(i, policy.rules[i].mark) for i in rules)]
-    changes = [_changes(old.plain(), new.plain()) for old, new in pairwise(trees)]
+    changes = [_changes(plain(old), plain(new)) for old, new in pairwise(trees)]
     return tuple(map(Step, sources, changes))
 
 

@@ -13,7 +13,7 @@ import yaml
 from hot.policies.schema import Policy
 from hot.policies.yaml_source import core_scalar
 
-PLAIN = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
+PLAIN = re.compile(r"([A-Za-z_]|\.\.?/)[\w./-]*", re.ASCII)
 YAML_1_1_BOOLS = ("y", "yes", "n", "no", "on", "off")
 
 

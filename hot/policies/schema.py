@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hot.policies.blocks import SHAPE, build_plan
+from hot.policies.blocks import build_plan, plain
 from hot.policies.plan import LayerPlan
 from hot.policies.reading import Document, Flat, Reading, Rule
 from hot.policies.yaml_source import Mark, Node, Problems, from_python
@@ -77,7 +77,7 @@ class Policy:
             "description": self.description,
             "backend": self.backend,
             "plugins": list(self.plugins),
-            "defaults": {key: self.tree.value[key].plain() for key in SHAPE},
+            "defaults": plain(self.tree),
             "rules": [rule.to_dict() for rule in self.rules],
         }
 
