@@ -137,7 +137,7 @@ def validate(model: type[M], node: Node, problems: Problems, what: str) -> M | N
             values[name] = build_block(child, NESTED[fields[name].annotation], problems)
         else:
             values[name] = child.plain()
-    broken = {name for name, value in values.items() if value is None and node.value[name].value is not None}
+    broken = {name for name, value in values.items() if value is None and fields[name].annotation in NESTED}
     try:
         built = model.model_validate({name: value for name, value in values.items() if name not in broken})
     except ValidationError as error:
@@ -170,6 +170,8 @@ def _in_plain_words(error: ErrorDetails, node: Node) -> tuple[Mark, str]:
             return at.mark, f"must be true or false, not {value}"
         case "string_type":
             return at.mark, f"must be a string, not {value}"
+        case "too_long":
+            return at.mark, f"has more than {context['max_length']} items"
         case "tuple_type" | "list_type":
             return at.mark, f"must be a list, not {value}"
         case "literal_error" | "enum":

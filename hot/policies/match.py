@@ -24,9 +24,11 @@ OPERATORS: dict[str, Callable[[int, int], bool]] = {
 
 def glob_matches(pattern: str, name: str) -> bool:
     """Whether a segment glob matches a whole layer name: ``*`` is one segment, ``**`` any number of them, even none."""
+    if "*" not in pattern:
+        return pattern == name
     segments = name.split(".") if name else []
     reached = {0}  # how many segments the parts so far can have matched
-    for part in pattern.split(".") if pattern else []:
+    for part in pattern.split("."):
         if part == "**":
             reached = set(range(min(reached), len(segments) + 1)) if reached else set()
         else:

@@ -110,6 +110,14 @@ BROKEN: dict[str, tuple[str, list[str]]] = {
         "defaults: {grad_input: {weight: {kind: sawb, coefficients: «[1.0]}}}\n",
         ["defaults.grad_input.weight.coefficients: has too few items"],
     ),
+    "list for coefficients, too long": (
+        "defaults: {grad_input: {weight: {kind: sawb, coefficients: «[1, 2, 3]}}}\n",
+        ["defaults.grad_input.weight.coefficients: has more than 2 items"],
+    ),
+    "null for a nested block": (
+        "defaults: {buffer: {kind: quantized, quantizer: «null}}\n",
+        ["defaults.buffer.quantizer: must be a mapping, not null"],
+    ),
     "string in coefficients": (
         "defaults: {grad_input: {weight: {kind: sawb, coefficients: [1e-5, «1e-5x]}}}\n",
         ["defaults.grad_input.weight.coefficients[1]: must be a number, not '1e-5x'"],
