@@ -216,12 +216,15 @@ def _grad_input(
     draw = path.transform.draw(g.device)
     a = operand or encode(tokens.reshape(-1, 1, tokens.shape[2]), path.transform, path.grad_output, ops, draw)
     b = encode(view.weight_rows(weight), path.transform, path.weight, ops, draw)
-    step = view.samples_at_once(tokens.shape[1] * b.codes.shape[0]) * tokens.shape[1] or a.codes.shape[0]
-    parts = [
-        view.input_from_rows(_product(_rows(a, at, step), b, like.x_dtype, g.dtype, ops), like.x_shape, like.x_dtype)
-        for at in range(0, a.codes.shape[0], step)
-    ]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous(memory_format=like.x_format)
+
+    def rows_of_x(a: Operand) -> Tensor:
+        return view.input_from_rows(_product(a, b, like.x_dtype, g.dtype, ops), like.x_shape, like.x_dtype)
+
+    step = view.samples_at_once(tokens.shape[1] * b.codes.shape[0]) * tokens.shape[1]
+    if not step or step >= a.codes.shape[0]:
+        return rows_of_x(a).contiguous(memory_format=like.x_format)
+    parts = [rows_of_x(_rows(a, at, step)) for at in range(0, a.codes.shape[0], step)]
+    return torch.cat(parts).contiguous(memory_format=like.x_format)
 
 
 def _grad_input_over_tokens(
@@ -279,7 +282,5 @@ def _product(a: Operand, b: Operand, dtype: torch.dtype, low: torch.dtype, ops: 
 def _rows(operand: Operand, at: int, step: int) -> Operand:
     """Some rows of an operand, with their scales."""
     codes, scale, group = operand
-    if step >= codes.shape[0]:
-        return operand
     own = scale[at : at + step] if scale is not None and scale.shape[0] > 1 else scale
     return Operand(codes[at : at + step], own, group)

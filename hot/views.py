@@ -123,12 +123,9 @@ class Conv2dView:
             return values
         height, width = x_shape[-2:]
         padded = F.pad(values.unflatten(2, (height, width)), self.pads)
-        c, b, h, w = padded.stride()
         (kh, kw), (sh, sw), (dh, dw) = self.kernel, self.stride, self.dilation
-        out_h, out_w = self._out(padded.shape[2:])
-        shape = (padded.shape[0], kh, kw, padded.shape[1], out_h, out_w)
-        windows = padded.as_strided(shape, (c, dh * h, dw * w, b, sh * h, sw * w), padded.storage_offset())
-        return windows.reshape(shape[0] * kh * kw, shape[3], out_h * out_w)
+        windows = padded.unfold(2, dh * (kh - 1) + 1, sh).unfold(3, dw * (kw - 1) + 1, sw)[..., ::dh, ::dw]
+        return windows.permute(0, 4, 5, 1, 2, 3).flatten(4, 5).flatten(0, 2)
 
     def weight_rows(self, weight: Tensor) -> Tensor:
         """(O, C, kh, kw) → (C·kh·kw, 1, O): the operand of grad_input, contracted over O."""

@@ -27,7 +27,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def projected_length(length: int, block: int, rank: int, prefix: int, tail: str) -> int:
     """The length that `project` makes of an axis: prefix kept, blocks to rank each, the ragged tail padded or kept."""
     body = max(length - prefix, 0)
-    full, ragged = divmod(body, block)
+    full, ragged = body // block, body % block
     kept = ragged if tail == "keep" else (rank if ragged else 0)
     return min(prefix, length) + full * rank + kept
 

@@ -16,7 +16,8 @@ from hot.registry import Registry
 
 
 UNTRANSFORMED = NoTransform()
-"""Made once: torch.compile can't trace the making of a model of pydantic."""
+"""Made once, its spec too: torch.compile can't trace either."""
+_ = UNTRANSFORMED.spec
 
 
 class Buffer(Params):

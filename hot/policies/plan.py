@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hot.policies.buffers import Buffer, Raw
+from hot.policies.buffers import Buffer, Quantized, Raw
 from hot.policies.quantizers import NoQuantizer, Quantizer
 from hot.policies.transforms import NoTransform, Transform
 
@@ -62,9 +62,11 @@ class LayerPlan:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
+        parts: list[Transform | Quantizer] = [self.buffer.quantizer] if isinstance(self.buffer, Quantized) else []
         for path in (self.grad_input, self.grad_weight):
-            for part in (path.transform, *path.quantizers):
-                _ = part.spec  # worked out here once: steps, and graphs under torch.compile, read constants
+            parts += [path.transform, *path.quantizers]
+        for part in parts:
+            _ = part.spec  # worked out here once: steps, and graphs under torch.compile, read constants
 
     @property
     def is_exact(self) -> bool:

@@ -142,7 +142,7 @@ class HadamardTransform(Transform):
 
     def projected_length(self, length: int) -> int:
         prefix = min(self.prefix_tokens, length)
-        whole, ragged = divmod(length - prefix, self.block)
+        whole, ragged = (length - prefix) // self.block, (length - prefix) % self.block
         kept = ragged if self.tail == "keep" else (self.kept if ragged else 0)
         return prefix + whole * self.kept + kept
 

@@ -107,7 +107,7 @@ def quantize(
 def _tiles(x: Tensor) -> list[tuple[slice, slice]]:
     """The tiles to work in: on the CPU strips of about 2¹⁸ elements, which stay in its cache from pass to pass."""
     rows, k = x.shape
-    if x.is_cuda or x.numel() <= 2**19 or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or x.is_cuda or x.numel() <= 2**19:
         return [(slice(0, rows), slice(0, k))]
     if _columns_outermost(x):
         step = max(2**18 // rows, 1)
