@@ -123,7 +123,9 @@ class Packed(Buffer):
 
     def save(self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None) -> tuple[Tensor, ...]:
         codes, scale, _ = encode(x, transform, quantizer, ops, draw)
-        return (codes,) if scale is None else (quantizer.store(codes, ops), scale)
+        if scale is None:  # values: no wider than x itself
+            return (codes.to(x.dtype),)
+        return quantizer.store(codes, ops), scale
 
     def load(
         self,

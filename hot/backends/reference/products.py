@@ -64,7 +64,7 @@ def matmul(
     a: Tensor, a_scale: Tensor, a_group: int, b: Tensor, b_scale: Tensor, b_group: int, dtype: torch.dtype
 ) -> Tensor:
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    integers = a.dtype == b.dtype == torch.int8
-    if integers and _factors_out(a_scale, a_group) and _factors_out(b_scale, b_group) and a.shape[1]:
+    integers = a.dtype == b.dtype == torch.int8 and a.numel() and b.numel()
+    if integers and _factors_out(a_scale, a_group) and _factors_out(b_scale, b_group):
         return integer_product(a, b, compute).mul_(a_scale).mul_(b_scale.T).to(dtype)
     return (dequantize(a, a_scale, a_group, compute) @ dequantize(b, b_scale, b_group, compute).T).to(dtype)
