@@ -1,6 +1,6 @@
 """Backward of one linear layer under several policies, against torch's dense backward, in one run.
 
-    python benchmarks/linear_backward.py                                   # (2048, 3072, 768), the CPU's figure in README
+    python benchmarks/linear_backward.py          # (2048, 3072, 768) on the CPU, as in README
     python benchmarks/linear_backward.py --shape 16384 4096 4096 --device cuda --dtype bfloat16 --output results.csv
 
 The policies take turns in every round, so that a machine that slows down slows down all of them. Times are those of
@@ -24,7 +24,23 @@ from torch import nn
 
 import hot
 
-COLUMNS = ["date", "device", "driver", "torch", "threads", "T", "O", "I", "dtype", "policy", "what", "p20_ms", "p50_ms", "p80_ms", "vs_dense"]  # fmt: skip
+COLUMNS = [
+    "date",
+    "device",
+    "driver",
+    "torch",
+    "threads",
+    "T",
+    "O",
+    "I",
+    "dtype",
+    "policy",
+    "what",
+    "p20_ms",
+    "p50_ms",
+    "p80_ms",
+    "vs_dense",
+]
 
 
 def timed(run: Callable[[], object], device: str) -> float:
@@ -77,29 +93,10 @@ def measure(
     for (policy, what), samples in times.items():
         p20, p50, p80 = (statistics.quantiles(samples, n=10)[at] for at in (1, 4, 7))
         dense = statistics.median(times["dense", what])
-        rows.append(
-            dict(
-                zip(
-                    COLUMNS,
-                    [
-                        datetime.date.today().isoformat(),
-                        name,
-                        driver,
-                        torch.__version__,
-                        torch.get_num_threads(),
-                        *shape,
-                        str(dtype).removeprefix("torch."),
-                        policy,
-                        what,
-                        f"{p20:.3f}",
-                        f"{p50:.3f}",
-                        f"{p80:.3f}",
-                        f"{dense / p50:.2f}",
-                    ],
-                    strict=True,
-                )
-            )  # fmt: skip
-        )
+        figures = [f"{value:.3f}" for value in (p20, p50, p80)]
+        where = [datetime.date.today().isoformat(), name, driver, torch.__version__, torch.get_num_threads(), *shape]
+        row = [*where, str(dtype).removeprefix("torch."), policy, what, *figures, f"{dense / p50:.2f}"]
+        rows.append(dict(zip(COLUMNS, row, strict=True)))
     return rows
 
 

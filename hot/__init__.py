@@ -1,8 +1,8 @@
 """HOT: Hadamard-based optimized training. The backward pass of a PyTorch model made cheap, its forward pass left exact.
 
-    policy = hot.load_policy("hot")       # a preset or a YAML file
-    report = hot.convert(model, policy)   # in place
-    hot.revert(model)
+policy = hot.load_policy("hot")       # a preset or a YAML file
+report = hot.convert(model, policy)   # in place
+hot.revert(model)
 """
 
 from hot.backends import Backend, register_backend, register_kernel
@@ -11,11 +11,11 @@ from hot.convert import HotConv2d, HotLinear, Report, convert, revert
 from hot.errors import BackendError, ConversionError, HotError, PolicyError, UnknownNameError
 from hot.executor import conv2d, linear
 from hot.policies.buffers import Buffer, register_buffer
-from hot.policies.save import save_policy
 from hot.policies.operand import Operand
 from hot.policies.plan import GradInputPlan, GradWeightPlan, LayerPlan, Skip
 from hot.policies.quantizers import Quantizer, register_quantizer
 from hot.policies.resolve import resolve
+from hot.policies.save import save_policy
 from hot.policies.schema import Policy, load_policy
 from hot.policies.transforms import Transform, register_transform
 

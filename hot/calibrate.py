@@ -88,7 +88,7 @@ def measure(
     parameters = [p for p in model.parameters() if p.requires_grad]
     count = 0
     with _untouched(model), _listening(watched, sums):
-        for count, batch in enumerate(batches, 1):  # noqa: B007
+        for count, batch in enumerate(batches, 1):
             loss = loss_fn(model, batch)
             if not torch.isfinite(loss.detach()).all():
                 raise HotError(f"calibration: the loss of batch {count} is {loss.item()}")
@@ -105,7 +105,7 @@ def _watched(model: nn.Module, policy: Policy) -> dict[str, tuple[nn.Module, Gra
         layer.name: (layer.module, plan.grad_weight)
         for layer in layers_of(model)
         if isinstance(plan := plans[layer.name], LayerPlan)
-        and layer.module.weight.requires_grad  # type: ignore[union-attr]
+        and layer.module.weight.requires_grad
         and "granularity" in type(plan.grad_weight.grad_output).model_fields
     }
 

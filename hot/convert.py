@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, ClassVar, SupportsIndex
 
 import torch.nn.functional as F
@@ -33,13 +33,14 @@ class _Converted(nn.Module):
         return f"{super().extra_repr()}, {self.hot_plan}"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        new, arguments, *state = super().__reduce_ex__(protocol)
+        reduced = super().__reduce_ex__(protocol)
+        assert isinstance(reduced, tuple)  # a module's is
         made_here = "hot_base" in vars(type(self))
-        return (_new, (type(self).hot_base,), *state) if made_here else (new, arguments, *state)  # type: ignore[attr-defined]
+        return (_new, (type(self).hot_base,), *reduced[2:]) if made_here else reduced  # type: ignore[attr-defined]
 
 
 def _new(base: type[nn.Module]) -> nn.Module:
-    kind = _converted_class(base)
+    kind = _converted_class(base)  # type: ignore[arg-type]  # mypy takes a class for unhashable
     return kind.__new__(kind)
 
 
@@ -65,11 +66,11 @@ class HotConv2d(_Converted, nn.Conv2d):
         return conv2d(input, self.weight, self.bias, self.hot_plan, self.stride, padding, self.dilation)  # type: ignore[arg-type]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _converted_class(base: type[nn.Module]) -> type[nn.Module]:
     """The class of a converted layer. A subclass that wrappers such as FSDP2 made, with torch's own forward, stays one."""
-    ours: type[nn.Module] = HotLinear if issubclass(base, nn.Linear) else HotConv2d
-    if base is ours.hot_base:  # type: ignore[comparison-overlap]
+    ours = HotLinear if issubclass(base, nn.Linear) else HotConv2d
+    if base is ours.hot_base:
         return ours
     return type(f"Hot{base.__name__}", (ours, base), {"hot_base": base, "__module__": base.__module__})
 
@@ -98,8 +99,8 @@ class Report:
         groups: dict[tuple[str, str], list[str]] = {}
         for name, fate in self.layers.items():
             groups.setdefault((str(fate), self.kinds[name]), []).append(name or "(the model itself)")
-        for (fate, kind), names in groups.items():
-            lines += [f"  {len(names)} × {kind}: {fate}", f"      {_shorten(names)}"]
+        for (what, kind), names in groups.items():
+            lines += [f"  {len(names)} × {kind}: {what}", f"      {_shorten(names)}"]
         return "\n".join(lines)
 
 
@@ -129,7 +130,7 @@ def convert(model: nn.Module, policy: Policy) -> Report:
         plan = plans[layer.name]
         _restore(layer.module)
         if isinstance(plan, LayerPlan):
-            layer.module.__class__ = _converted_class(type(layer.module))
+            layer.module.__class__ = _converted_class(type(layer.module))  # type: ignore[arg-type, assignment]
             layer.module.hot_plan = plan  # type: ignore[assignment]
     return report
 

@@ -41,7 +41,7 @@ def conv2d(
 ) -> Tensor:
     """F.conv2d (groups = 1) with the backward pass of a plan. x (B, C, H, W) or (C, H, W), weight (O, C, kh, kw).
 
-    Raises what F.conv2d raises; HotError for a packed buffer unless the kernel is 1×1 without padding; BackendError as `linear`.
+    Raises what F.conv2d raises; HotError for a packed buffer unless the kernel is 1×1 and unpadded; BackendError as `linear`.
 
     Equals, without gradients: F.conv2d(x, weight, bias, stride, padding, dilation)
     """
@@ -113,11 +113,8 @@ class Hot(torch.autograd.Function):
         if not g.numel() or not ctx.like.x_shape.numel():
             return (*ctx.like.empty_product(g, ctx.needs_input_grad[:3], ctx.view), None, None)
         with torch.autocast(g.device.type, enabled=False):  # as in forward; backward may be called under autocast
-            return (
-                *_backward(g, weight, tuple(kept), ctx.needs_input_grad[:3], ctx.plan, ctx.view, ctx.like),
-                None,
-                None,
-            )
+            needs = ctx.needs_input_grad[:3]
+            return (*_backward(g, weight, tuple(kept), needs, ctx.plan, ctx.view, ctx.like), None, None)
 
 
 def _backward(
@@ -139,6 +136,7 @@ def _backward(
         for_input, for_weight, grad_bias = _grad_output_operands(tokens, specs, draw, needs_bias, ops)
 
     if needs_input:
+        assert weight is not None  # forward saved it
         grad_input = _grad_input(g, tokens, weight, for_input, plan.grad_input, view, like, ops)
     if needs_weight:
         grad_weight = _grad_weight(g, tokens, kept, draw, for_weight, plan, view, like, ops)
@@ -174,8 +172,9 @@ def _fused_specs(plan: LayerPlan) -> tuple[dict[str, Any], dict[str, Any]] | Non
     inputs, weights = plan.grad_input, plan.grad_weight
     if inputs.transform.axis == "tokens" or inputs.transform.draws:
         return None
-    specs = [part.spec for part in (inputs.transform, inputs.grad_output, weights.transform, weights.grad_output)]
-    if any(spec is None for spec in specs) or specs[0]["prefix"] or specs[0]["tail"] != "pad":
+    parts = inputs.transform, inputs.grad_output, weights.transform, weights.grad_output
+    specs = [part.spec for part in parts if part.spec is not None]
+    if len(specs) < len(parts) or specs[0]["prefix"] or specs[0]["tail"] != "pad":
         return None
     rows = {name: value for name, value in specs[0].items() if name not in ("prefix", "tail")}
     return {**rows, **specs[1]}, {**specs[2], **specs[3]}

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hot.backends import ops_for
@@ -42,7 +41,7 @@ class Row:
     @property
     def shape(self) -> str:
         """``O×I``, and for a convolution ``×kh×kw``."""
-        return "×".join(map(str, self.resolution.layer.module.weight.shape))  # type: ignore[union-attr]
+        return "×".join(map(str, self.resolution.layer.module.weight.shape))
 
     def to_dict(self) -> dict[str, Any]:
         plan = self.resolution.plan
@@ -88,7 +87,7 @@ def _saved_bytes(model: nn.Module, resolutions: dict[str, Resolution], sample: T
             ) from error
     for name, x in inputs:
         module, plan = resolutions[name].layer.module, resolutions[name].plan
-        if not module.weight.requires_grad:  # type: ignore[union-attr]
+        if not module.weight.requires_grad:
             before = after = 0
         elif isinstance(plan, Skip):
             before = after = count((x,))

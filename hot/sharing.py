@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 
-import torch
 from torch import Tensor
 
 _shared: dict[tuple[int, Hashable], tuple[weakref.ref[Tensor], int, tuple[weakref.ref[Tensor], ...]]] = {}

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 COLUMNS = 2**26
 """Elements of the unfolded gradient of a k×k convolution that exist at once (256 MiB in float32)."""
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-
 torch.set_num_threads(1)
 
 

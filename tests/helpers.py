@@ -45,17 +45,24 @@ PLANS = {
     "only_grad_weight": plan(grad_weight=(FULL, I8, I8)),
     "only_buffer": plan(buffer=Quantized()),
     "float_grad_output": plan((FULL, FLOAT, I8), (FULL, FLOAT, I8)),
-    "tensor_scales": plan((FULL, *[integer(8, granularity="tensor")] * 2), (FULL, *[integer(8, granularity="tensor")] * 2)),
+    "tensor_scales": plan(
+        (FULL, *[integer(8, granularity="tensor")] * 2), (FULL, *[integer(8, granularity="tensor")] * 2)
+    ),
     "block_scales": plan(
-        (FULL, *[integer(8, granularity="block", block=16)] * 2), (FULL, *[integer(8, granularity="block", block=16)] * 2)
+        (FULL, *[integer(8, granularity="block", block=16)] * 2),
+        (FULL, *[integer(8, granularity="block", block=16)] * 2),
     ),
     "token_scales": plan((FULL, I8, I8), (FULL, integer(8, granularity="token"), I8)),
-    "float8": plan((FULL, Float8(format="e5m2", granularity="row"), Float8(granularity="row")), (FULL, Float8(), Float8())),
+    "float8": plan(
+        (FULL, Float8(format="e5m2", granularity="row"), Float8(granularity="row")), (FULL, Float8(), Float8())
+    ),
     "sawb": plan((FULL, I8, Sawb(bits=8)), (FULL, I8, Sawb(bits=8))),
     "luq": plan((NONE, Luq(), I4), (NONE, Luq(), I4)),
     "random_signs": plan((Hadamard(signs="random"), I8, I8), (Hadamard(signs="random", seed=3), I8, I8)),
     "random_rows": plan((FULL, I8, I8), (HadamardLowRank(order="random"), I8, I8)),
-    "stochastic": plan((FULL, integer(8, "stochastic"), I8), (FULL, integer(8, "stochastic"), integer(8, "stochastic"))),
+    "stochastic": plan(
+        (FULL, integer(8, "stochastic"), I8), (FULL, integer(8, "stochastic"), integer(8, "stochastic"))
+    ),
     "pseudo_stochastic": plan((FULL, integer(8, "pseudo_stochastic"), I8), (FULL, integer(8, "pseudo_stochastic"), I8)),
     "projected_tokens": plan((HadamardLowRank(axis="tokens"), I8, I8), (LOW, I8, I8)),
     "class_token": plan((FULL, I8, I8), (HadamardLowRank(prefix_tokens=1, tail="keep"), I8, I8)),
@@ -64,7 +71,9 @@ UNQUANTIZED = {
     "packed": plan((FULL, FLOAT, FLOAT), (FULL, FLOAT, FLOAT)),
     "raw": plan((FULL, FLOAT, FLOAT), (FULL, FLOAT, FLOAT), Raw()),
     "kept_tail": plan((FULL, FLOAT, FLOAT), (Hadamard(block=8, prefix_tokens=1, tail="keep"), FLOAT, FLOAT)),
-    "signs": plan((Hadamard(block=32, signs="random"), FLOAT, FLOAT), (Hadamard(block=4, signs="random"), FLOAT, FLOAT)),
+    "signs": plan(
+        (Hadamard(block=32, signs="random"), FLOAT, FLOAT), (Hadamard(block=4, signs="random"), FLOAT, FLOAT)
+    ),
 }
 
 
@@ -84,7 +93,9 @@ class Grads(NamedTuple):
     grad_bias: Tensor | None
 
 
-def grads(function: Callable[..., Tensor], *operands: Tensor | None, g: Tensor | None = None, autocast: bool = False) -> Grads:
+def grads(
+    function: Callable[..., Tensor], *operands: Tensor | None, g: Tensor | None = None, autocast: bool = False
+) -> Grads:
     """Run a layer on fresh leaves that share no storage with the operands, then backward with g (or a seeded one)."""
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in operands]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -41,7 +41,9 @@ class Pixels(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 2, 2), nn.ReLU(), nn.Conv2d(8, 8, 3, padding="same"), nn.Conv2d(8, 4, 1))
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 2, 2), nn.ReLU(), nn.Conv2d(8, 8, 3, padding="same"), nn.Conv2d(8, 4, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x.unflatten(-1, (8, 16)).transpose(1, 2)[:, :3, :, :8])
@@ -113,12 +115,17 @@ def test_exact_compiles_to_torchs_graph() -> None:
     theirs = step(torch.compile(net, backend="aot_eager"), list(net.parameters()), normal(2, 20, 16))
     torch._dynamo.reset()
     ours = converted(net, LayerPlan())
-    assert_same(step(torch.compile(ours, backend="aot_eager", fullgraph=True), list(net.parameters()), normal(2, 20, 16)), theirs)
+    assert_same(
+        step(torch.compile(ours, backend="aot_eager", fullgraph=True), list(net.parameters()), normal(2, 20, 16)),
+        theirs,
+    )
 
 
 def test_half_exact_and_autocast() -> None:
     """The exact path of a plan, under autocast and compile."""
-    half = plan((HOT.grad_input.transform, HOT.grad_input.grad_output, HOT.grad_input.weight), buffer=PLANS["raw_buffer"].buffer)
+    half = plan(
+        (HOT.grad_input.transform, HOT.grad_input.grad_output, HOT.grad_input.weight), buffer=PLANS["raw_buffer"].buffer
+    )
     net = converted(mlp(), half)
 
     def run(f: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -144,7 +151,9 @@ def test_checkpointed_and_compiled() -> None:
     """Activation checkpointing inside a compiled region."""
     net = converted(mlp(), HOT)
     compiled = torch.compile(lambda x: checkpoint(net, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
-    assert_same(step(compiled, list(net.parameters()), normal(2, 20, 16)), step(net, list(net.parameters()), normal(2, 20, 16)))
+    assert_same(
+        step(compiled, list(net.parameters()), normal(2, 20, 16)), step(net, list(net.parameters()), normal(2, 20, 16))
+    )
 
 
 def test_compiled_buffers_are_small() -> None:
@@ -160,7 +169,9 @@ def test_compiled_buffers_are_small() -> None:
 
     backend = aot_autograd(fw_compiler=forward_compiler, bw_compiler=lambda g, _: g, partition_fn=default_partition)
     weight = normal(12, 20).requires_grad_()
-    torch.compile(lambda x, w: linear(x, w, None, HOT), backend=backend, fullgraph=True)(normal(3, 197, 20), weight).sum().backward()
+    torch.compile(lambda x, w: linear(x, w, None, HOT), backend=backend, fullgraph=True)(
+        normal(3, 197, 20), weight
+    ).sum().backward()
     values = [n.meta["val"] for n in kept[0][1:]]
     sizes = [v.numel() * v.element_size() for v in values if tuple(v.shape) != tuple(weight.shape)]
     assert sum(sizes) == 20 * (3 * 104 + 4)
@@ -181,4 +192,9 @@ def test_functional_form() -> None:
     """hot.linear inside somebody's compiled function, bias gradient included."""
     f = lambda x, w, b: F.gelu(linear(x, w, b, HOT))  # noqa: E731
     operands = normal(2, 20, 16), normal(8, 16), normal(8)
-    assert all(torch.equal(a, b) for a, b in zip(grads(torch.compile(f, fullgraph=True, backend="aot_eager"), *operands), grads(f, *operands), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            grads(torch.compile(f, fullgraph=True, backend="aot_eager"), *operands), grads(f, *operands), strict=True
+        )
+    )

@@ -187,7 +187,7 @@ def test_a_rule_that_matches_nothing_is_an_error() -> None:
     model = Net()
     hot.convert(model, INT8)
     text = repr(model)
-    with pytest.raises(PolicyError, match="did you mean|nearest|matches no layer"):
+    with pytest.raises(PolicyError, match="matches no layer"):
         hot.convert(model, HOT.with_rules([{"match": "bodi.*", "policy": "exact"}]))
     assert repr(model) == text
 
@@ -255,7 +255,9 @@ def test_subclasses_keep_what_they_are() -> None:
     """A subclass with torch's forward stays an instance of itself, and is itself again after revert."""
     model = nn.Sequential(PlainLinear(4), PlainLinear(4))
     hot.convert(model, HOT)
-    assert all(isinstance(m, PlainLinear) and isinstance(m, hot.HotLinear) for m in model) and type(model[0]) is type(model[1])
+    assert all(isinstance(m, PlainLinear) and isinstance(m, hot.HotLinear) for m in model) and type(model[0]) is type(
+        model[1]
+    )
     hot.convert(model, INT8)
     assert hot.revert(model) == 2 and type(model[0]) is PlainLinear
 
@@ -287,13 +289,17 @@ def test_tied_weights() -> None:
     report = hot.convert(model, INT8)
     assert list(report.layers) == ["a", "b"] and model.a is model.again and model.a.weight is model.b.weight
     ours = step(model, normal(2, 16, 8))
-    assert len(ours) == len(exact) and all(torch.allclose(a, b, rtol=0.1, atol=0.05 * b.abs().max().item()) for a, b in zip(ours, exact, strict=True))
+    assert len(ours) == len(exact) and all(
+        torch.allclose(a, b, rtol=0.1, atol=0.05 * b.abs().max().item()) for a, b in zip(ours, exact, strict=True)
+    )
     with pytest.raises(PolicyError, match="share one weight"):
         hot.convert(model, INT8.with_rules([{"match": "b", "policy": "exact"}]))
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("move", [lambda m: m.double(), lambda m: m.to(torch.bfloat16), lambda m: m.to(memory_format=torch.channels_last)])
+@pytest.mark.parametrize(
+    "move", [lambda m: m.double(), lambda m: m.to(torch.bfloat16), lambda m: m.to(memory_format=torch.channels_last)]
+)
 def test_to(move: Callable[[nn.Module], nn.Module], first: bool) -> None:
     """Conversion before and after ``.to()``."""
     model = Net()
@@ -303,7 +309,9 @@ def test_to(move: Callable[[nn.Module], nn.Module], first: bool) -> None:
     if not first:
         hot.convert(model, HOT)
     found = step(model, images().to(model.stem.weight.dtype))
-    assert model.mix.hot_plan == HOT.defaults and all(t.isfinite().all() and t.dtype == model.stem.weight.dtype for t in found)
+    assert model.mix.hot_plan == HOT.defaults and all(
+        t.isfinite().all() and t.dtype == model.stem.weight.dtype for t in found
+    )
 
 
 def twice(build: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, nn.Module, hot.Report]:
@@ -355,7 +363,9 @@ class Chat(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"q_proj": nn.Linear(16, 16), "o_proj": nn.Linear(16, 16)}) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"q_proj": nn.Linear(16, 16), "o_proj": nn.Linear(16, 16)}) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

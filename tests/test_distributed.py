@@ -86,8 +86,15 @@ def worker(rank: int, port: int, folder: str) -> None:
                 if order == "after":
                     hot.convert(net, policy(name))
                 report = hot.convert(net, policy(name))  # again, through the wrapper: the same layers
-                full = {k: g.full_tensor() if hasattr(g, "full_tensor") else g for k, g in gradients(net, images, labels).items()}
-                found[how, name, order] = {k: g.clone() for k, g in full.items()}, list(report.layers), len(report.converted)
+                full = {
+                    k: g.full_tensor() if hasattr(g, "full_tensor") else g
+                    for k, g in gradients(net, images, labels).items()
+                }
+                found[how, name, order] = (
+                    {k: g.clone() for k, g in full.items()},
+                    list(report.layers),
+                    len(report.converted),
+                )
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -132,4 +139,7 @@ def test_order_does_not_matter(found: list[dict], how: str) -> None:
     for name in POLICIES:
         before, after = (found[0][how, name, order][0] for order in ("before", "after"))
         assert all(torch.equal(before[key], after[key]) for key in before), name
-    assert not torch.equal(found[0][how, "int8", "before"][0]["blocks.0.mlp.fc1.weight"], found[0][how, "exact", "before"][0]["blocks.0.mlp.fc1.weight"])
+    assert not torch.equal(
+        found[0][how, "int8", "before"][0]["blocks.0.mlp.fc1.weight"],
+        found[0][how, "exact", "before"][0]["blocks.0.mlp.fc1.weight"],
+    )

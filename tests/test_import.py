@@ -9,7 +9,9 @@ import sys
 
 def run(code: str, **environment: str) -> str:
     """What a fresh interpreter prints."""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+    )
     assert found.returncode == 0, found.stderr
     assert not found.stderr.strip(), found.stderr
     return found.stdout.strip()

@@ -54,7 +54,9 @@ hadamard = {
 def low_rank(draw: st.DrawFn, axes: list[str]) -> HadamardLowRank:
     """A rank that fits its block, and the one that order lp_l1 asks for."""
     fields = {name: draw(strategy) for name, strategy in hadamard.items()}
-    order = draw(st.sampled_from(["sequency", "random", "lp_l1"] if fields["block"] in (4, 16, 64) else ["sequency", "random"]))
+    order = draw(
+        st.sampled_from(["sequency", "random", "lp_l1"] if fields["block"] in (4, 16, 64) else ["sequency", "random"])
+    )
     rank = {4: 3, 16: 10, 64: 36}[fields["block"]] if order == "lp_l1" else draw(st.integers(1, fields["block"]))
     return HadamardLowRank(**fields, order=order, rank=rank, axis=draw(st.sampled_from(axes)))
 
@@ -109,7 +111,9 @@ def cases(draw: st.DrawFn) -> Case:
     size = st.sampled_from([1, 2, 3, 7, 16, 17, 33])
     needs = draw(st.tuples(st.booleans(), st.booleans(), st.booleans()).filter(any))
     if draw(st.booleans()):
-        lead = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 16, 18]), max_size=4).filter(lambda n: torch.Size(n).numel() < 400))
+        lead = draw(
+            st.lists(st.sampled_from([0, 1, 2, 3, 5, 16, 18]), max_size=4).filter(lambda n: torch.Size(n).numel() < 400)
+        )
         inputs, outputs = draw(size), draw(size)
         shapes, options, out = ((*lead, inputs), (outputs, inputs)), {}, (*lead, outputs)
         kind = "linear"
@@ -122,7 +126,9 @@ def cases(draw: st.DrawFn) -> Case:
         image = draw(st.integers(8, 11)), draw(st.integers(8, 11))
         lead = draw(st.sampled_from([(), (0,), (1,), (3,)]))
         shapes = (*lead, channels, *image), (outputs, channels, *kernel)
-        out = tuple(F.conv2d(torch.empty(shapes[0], device="meta"), torch.empty(shapes[1], device="meta"), **options).shape)
+        out = tuple(
+            F.conv2d(torch.empty(shapes[0], device="meta"), torch.empty(shapes[1], device="meta"), **options).shape
+        )
     x, weight, g = (draw(laid_out(shape, dtype)) for shape in (*shapes, out))
     bias = draw(laid_out((shapes[1][0],), dtype)) if draw(st.booleans()) else None
     return Case(kind, options, x, weight, bias, g, needs)
@@ -163,7 +169,9 @@ def test_any_plan_on_any_layer(plan: LayerPlan, case: Case) -> None:
 
 def close(found: list[Tensor | None], exact: list[Tensor | None], plan: LayerPlan, dtype: torch.dtype) -> None:
     """Where nothing is quantized or projected, the gradients are torch's."""
-    whole = [t.kept == t.block and t.axis == "contracted" for t in (plan.grad_input.transform, plan.grad_weight.transform)]
+    whole = [
+        t.kept == t.block and t.axis == "contracted" for t in (plan.grad_input.transform, plan.grad_weight.transform)
+    ]
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.05)
     for got, theirs, is_whole in zip(found, exact, (*whole, True), strict=True):
         if got is not None and theirs is not None and is_whole:

@@ -81,4 +81,6 @@ def test_views_are_keys() -> None:
     """Two layers share a buffer only if they see their input alike."""
     assert LinearView() == LinearView() and hash(LinearView()) == hash(LinearView())
     assert conv2d_view((3, 3), 1, 1, 1) == conv2d_view((3, 3), (1, 1), [1, 1], 1) != conv2d_view((3, 3), 2, 1, 1)
-    assert hash(conv2d_view((3, 3), 1, [1, 1], 1)) == hash(conv2d_view((3, 3), 1, 1, 1)) and LinearView() != conv2d_view((1, 1), 1, 0, 1)
+    assert hash(conv2d_view((3, 3), 1, [1, 1], 1)) == hash(
+        conv2d_view((3, 3), 1, 1, 1)
+    ) and LinearView() != conv2d_view((1, 1), 1, 0, 1)

@@ -208,7 +208,9 @@ def ops_for(backend: str, device: str) -> Ops:
         if not available:
             raise BackendError(f"backend {backend!r} is not available: {reason}")
         if device not in entry.devices:
-            raise BackendError(f"backend {backend!r} runs on {', '.join(entry.devices)}, not on {device}; use backend: auto")
+            raise BackendError(
+                f"backend {backend!r} runs on {', '.join(entry.devices)}, not on {device}; use backend: auto"
+            )
         entry.load()
         return Ops(backend, device, (backend,))
     fitting = [entry for entry in (backends[name] for name in backends) if device in entry.devices]

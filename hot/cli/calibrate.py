@@ -14,13 +14,11 @@ def calibrate(
         str, typer.Argument(help="An experiment: a name that comes with HOT (quickstart), or a YAML file.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The policy file to write.")],
-    policy: Annotated[
-        Optional[str], typer.Option(help="The policy to start from; the experiment's if left out.")
-    ] = None,  # noqa: UP045
+    policy: Annotated[str | None, typer.Option(help="The policy to start from; the experiment's if left out.")] = None,
     batches: Annotated[int, typer.Option(min=1, help="How many batches of training data to look at.")] = 4,
     checkpoint: Annotated[
-        Optional[Path], typer.Option(help="Weights to calibrate with: a checkpoint of hot train.")
-    ] = None,  # noqa: UP045
+        Path | None, typer.Option(help="Weights to calibrate with: a checkpoint of hot train.")
+    ] = None,
     settings: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the experiment. Repeatable."),
@@ -34,14 +32,16 @@ def calibrate(
     from hot.policies.save import save_policy
     from hot.policies.schema import load_policy
     from hot.train import load_experiment
-    from hot.train.loop import Task
+    from hot.train.checkpoint import load_checkpoint
+    from hot.train.loop import Run
 
     experiment = load_experiment(config, settings or [], allow_plugins=allow_plugins)
     start = load_policy(policy or experiment.policy, allow_plugins=allow_plugins)
-    task = Task(experiment, experiment.seeds[0], experiment.data.load())
+    run = Run(experiment, load_policy("exact"), "calibrate", experiment.seeds[0], output.parent, experiment.data.load())
     if checkpoint is not None:
-        task.load_weights(checkpoint)
-    choices = measure(task.model, start, task.first_batches(batches), lambda model, batch: task.loss(model, *batch))
+        run.model.load_state_dict(load_checkpoint(checkpoint)["model"])
+    epochs = (divmod(step, run.steps_per_epoch) for step in range(batches))
+    choices = measure(run.model, start, (run.batch(*at) for at in epochs), lambda _, batch: run.loss(*batch))
     chosen = with_choices(start, choices)
     first = len(chosen.rules) - len(choices)
     save_policy(chosen, output, comments={first + at: str(choice) for at, choice in enumerate(choices)})

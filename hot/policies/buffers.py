@@ -14,7 +14,6 @@ from hot.policies.quantizers import Int, Quantizer, quantizers
 from hot.policies.transforms import NoTransform, Transform
 from hot.registry import Registry
 
-
 UNTRANSFORMED = NoTransform()
 """Made once, its spec too: torch.compile can't trace either."""
 _ = UNTRANSFORMED.spec
@@ -32,7 +31,9 @@ class Buffer(Params):
         """Whether `load` gives the finished operand; then the tokens of x must be the tokens of the product."""
         return False
 
-    def save(self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None) -> tuple[Tensor, ...]:
+    def save(
+        self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """The tensors to keep. Their shapes and dtypes depend on x's shape and dtype and on the plan alone."""
         raise NotImplementedError
 
@@ -56,7 +57,9 @@ register_buffer = registering(buffers, Buffer)
 class Raw(Buffer):
     """x as it is: what torch saves."""
 
-    def save(self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None) -> tuple[Tensor, ...]:
+    def save(
+        self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None
+    ) -> tuple[Tensor, ...]:
         return (x,)
 
     def load(
@@ -93,7 +96,9 @@ class Quantized(Buffer):
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "quantizer": self.quantizer.to_dict()}
 
-    def save(self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None) -> tuple[Tensor, ...]:
+    def save(
+        self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None
+    ) -> tuple[Tensor, ...]:
         codes, scale, _ = encode(x, UNTRANSFORMED, self.quantizer, ops)
         return (codes,) if scale is None else (self.quantizer.store(codes, ops), scale)
 
@@ -121,7 +126,9 @@ class Packed(Buffer):
     def is_packed(self) -> bool:
         return True
 
-    def save(self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None) -> tuple[Tensor, ...]:
+    def save(
+        self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None
+    ) -> tuple[Tensor, ...]:
         codes, scale, _ = encode(x, transform, quantizer, ops, draw)
         if scale is None:  # values: no wider than x itself
             return (codes.to(x.dtype),)

@@ -17,7 +17,7 @@ class Layer:
     """A linear or convolution layer: its names (a module used twice has several), itself, and why it is skipped, or ""."""
 
     names: tuple[str, ...]
-    module: nn.Module
+    module: nn.Linear | nn.Conv2d
     reason: str
 
     @property
@@ -31,7 +31,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
     Names are those of the unwrapped model: DDP's ``module.``, PEFT's ``base_model.model.`` and the like are taken out. The
     model itself may be a layer: its name is "".
     """
-    names: dict[nn.Module, list[str]] = {}
+    names: dict[nn.Linear | nn.Conv2d, list[str]] = {}
     attention: set[nn.Module] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.MultiheadAttention):
@@ -39,10 +39,12 @@ def layers_of(model: nn.Module) -> list[Layer]:
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             names.setdefault(module, []).append(name)
     prefix = _wrapper_prefix(model)
-    plain = {module: tuple(dict.fromkeys(plain_name(name, prefix) for name in found)) for module, found in names.items()}
+    plain = {
+        module: tuple(dict.fromkeys(plain_name(name, prefix) for name in found)) for module, found in names.items()
+    }
     taken = Counter(name for found in plain.values() for name in found)
     for module, found in plain.items():
-        if any(taken[name] > 1 for name in found):  # a module is only named as a wrapper's would be: keep its whole name
+        if any(taken[name] > 1 for name in found):  # it is only named as a wrapper's would be: keep its whole name
             plain[module] = tuple(name.removeprefix(prefix) for name in names[module])
     return [Layer(found, module, skip_reason(module, module in attention)) for module, found in plain.items()]
 
@@ -70,7 +72,7 @@ def plain_name(name: str, prefix: str = "") -> str:
     return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
 
 
-def skip_reason(module: nn.Module, in_attention: bool) -> str:
+def skip_reason(module: nn.Linear | nn.Conv2d, in_attention: bool) -> str:
     """Why a layer can't be converted, or "" if it can."""
     base = nn.Linear if isinstance(module, nn.Linear) else nn.Conv2d
     kind = type(module)
@@ -81,7 +83,11 @@ def skip_reason(module: nn.Module, in_attention: bool) -> str:
     if isinstance(getattr(module, "weight", None), nn.parameter.UninitializedParameter):
         return "lazy: run the model once before it is converted"
     ours = getattr(kind, "hot_base", None)  # a layer that is converted already keeps what it was before
-    own = [name for name in ("forward", "_conv_forward") if getattr(ours or kind, name, None) is not getattr(base, name, None)]
+    own = [
+        name
+        for name in ("forward", "_conv_forward")
+        if getattr(ours or kind, name, None) is not getattr(base, name, None)
+    ]
     if own:
         return f"{kind.__name__} has its own {own[0]}"
     if not isinstance(module.weight, torch.Tensor) or not module.weight.is_floating_point():

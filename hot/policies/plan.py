@@ -112,7 +112,9 @@ def product_kind(path: GradInputPlan | GradWeightPlan) -> str:
     specs = [quantizer.spec for quantizer in path.quantizers]
     if any(quantizer.is_identity for quantizer in path.quantizers):
         return "float"
-    formats = ["custom" if spec is None else "float8" if spec["format"] in ("e4m3", "e5m2") else "integer" for spec in specs]
+    formats = [
+        "custom" if spec is None else "float8" if spec["format"] in ("e4m3", "e5m2") else "integer" for spec in specs
+    ]
     scales = {spec["granularity"] for spec in specs if spec is not None}
     if len(set(formats)) > 1 or formats[0] == "custom" or "token" in scales:
         return "dequantized"

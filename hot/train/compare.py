@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from hot.errors import HotError
 from hot.policies.schema import load_policy
@@ -55,10 +56,14 @@ def run_experiment(
             run.resume()
             console.print(f"{name}: {str(run.report).splitlines()[0]}", highlight=False)
             task = bar.add_task(name, total=run.steps, completed=run.step, note="")
-            summaries.append(run.train(stop, lambda step, note, task=task: bar.update(task, completed=step, note=note)))
+            summaries.append(run.train(stop, partial(_update, bar, task)))
     write_json(output / "summary.json", {"experiment": experiment.to_dict(), "runs": summaries})
     plot_curves({name: output / name / "metrics.jsonl" for name in runs}, output / "curves.png", experiment.name)
     return summaries
+
+
+def _update(bar: Progress, task: TaskID, step: int, note: str) -> None:
+    bar.update(task, completed=step, note=note)
 
 
 def _label(policy: str) -> str:

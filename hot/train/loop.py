@@ -147,7 +147,7 @@ class Run:
         rate = self.experiment.optimizer.lr * self.experiment.schedule.factor(self.step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss, norm = self._update(*self._batch(epoch, position))
+        loss, norm = self._update(*self.batch(epoch, position))
         self.step += 1
         if self._due(self.experiment.log_every):
             log.write(kind="train", step=self.step, epoch=epoch, loss=loss, lr=rate, grad_norm=norm)
@@ -155,7 +155,8 @@ class Run:
             log.write(kind="eval", step=self.step, epoch=epoch, **self.evaluate())
         progress(self.step, f"loss {loss:.3f}")
 
-    def _batch(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
+    def batch(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
+        """The inputs and labels of one step, on the device."""
         order = order_of_epoch(len(self.data.train), self.seed, epoch)
         size = self.experiment.batch_size
         return self.data.batch(self.data.train, order[position * size : (position + 1) * size], self.device)
@@ -164,10 +165,10 @@ class Run:
         """One optimizer step; its loss and the norm of its gradient."""
         start = self._clock()
         if self.saved:
-            loss = self._loss(inputs, labels)
+            loss = self.loss(inputs, labels)
         else:
             with count_saved_bytes(self.model) as saved:
-                loss = self._loss(inputs, labels)
+                loss = self.loss(inputs, labels)
             self.saved = {"total": saved.total, "in_layers": saved.in_layers, "layers": saved.layers}
         forward = self._clock()
         loss.backward()
@@ -184,7 +185,8 @@ class Run:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """The loss that is trained, a scalar."""
         with self._autocast():
             return F.cross_entropy(self.model(inputs), labels, label_smoothing=self.experiment.label_smoothing)
 

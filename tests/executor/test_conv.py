@@ -42,7 +42,11 @@ def test_every_option(options: dict, kernel: int | tuple[int, int], shape: str, 
         x = x.contiguous(memory_format=layout)
     operands = x, nn.Conv2d(6, 7, kernel).weight, normal(7)
     theirs = grads(lambda *t: F.conv2d(*t, **options), *operands)
-    for name, plan, floor in (("packed", UNQUANTIZED["packed"], 100), ("raw", UNQUANTIZED["raw"], 100), ("int8", PLANS["hadamard_int8"], 35)):
+    for name, plan, floor in (
+        ("packed", UNQUANTIZED["packed"], 100),
+        ("raw", UNQUANTIZED["raw"], 100),
+        ("int8", PLANS["hadamard_int8"], 35),
+    ):
         pointwise = kernel == 1 and options.get("padding", 0) in (0, "same", "valid")
         own = plan if pointwise else for_conv(plan)
         ours = grads(lambda *t, p=own: conv2d(*t, p, **options), *operands)

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hot.convert import HotConv2d, HotLinear
 from hot.executor import conv2d, linear
-from hot.policies.plan import GradInputPlan, GradWeightPlan, LayerPlan
 from hot.policies.buffers import Quantized, Raw
+from hot.policies.plan import GradInputPlan, GradWeightPlan, LayerPlan
 
 EXACT = LayerPlan()
 SHAPES = [(8,), (5, 8), (2, 5, 8), (2, 3, 5, 8)]
@@ -32,7 +32,11 @@ CONVOLUTIONS = {
     "dilation": ({"dilation": (2, 3), "padding": 3}, (3, 2)),
     "strided to a ragged edge": ({"stride": 3, "padding": 1}, 2),
 }
-IMAGES = {"batch": ((2, 3, 9, 11), None), "unbatched": ((3, 9, 11), None), "channels_last": ((2, 3, 9, 11), torch.channels_last)}
+IMAGES = {
+    "batch": ((2, 3, 9, 11), None),
+    "unbatched": ((3, 9, 11), None),
+    "channels_last": ((2, 3, 9, 11), torch.channels_last),
+}
 
 
 def assert_bitwise(got: Grads, torchs: Grads, names: tuple[str, ...] = Grads._fields) -> None:

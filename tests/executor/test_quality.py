@@ -65,7 +65,9 @@ def test_a_hadamard_transform_tames_outliers() -> None:
     exact = grads(F.linear, *operands, g=g)
     transformed = plan((FULL, I4, FLOAT), buffer=Raw())
     plain = plan((NONE, I4, FLOAT), buffer=Raw())
-    snr = [decibels(grads(lambda *t, p=p: linear(*t, None, p), *operands, g=g)[1], exact[1]) for p in (plain, transformed)]
+    snr = [
+        decibels(grads(lambda *t, p=p: linear(*t, None, p), *operands, g=g)[1], exact[1]) for p in (plain, transformed)
+    ]
     assert snr[1] > snr[0] + 6
 
 

@@ -72,7 +72,9 @@ def test_the_next_step_rounds_otherwise() -> None:
     correlation = torch.corrcoef(torch.stack([now.flatten(), then.flatten()]))[0, 1]
     assert abs(correlation) < 0.05
     nearest = plan((NONE, integer(4), FLOAT))
-    assert torch.corrcoef(torch.stack([error(nearest, g).flatten(), error(nearest, g * (1 + 1e-6)).flatten()]))[0, 1] > 0.9
+    assert (
+        torch.corrcoef(torch.stack([error(nearest, g).flatten(), error(nearest, g * (1 + 1e-6)).flatten()]))[0, 1] > 0.9
+    )
     g = torch.full((512, 16), 0.3)
     g[:, 0] = 1.0  # the scale of the row
     assert 0.3 < (error(p, g)[:, 1:] > 0).float().mean() < 0.7 or len(error(p, g)[:, 1:].unique()) > 1

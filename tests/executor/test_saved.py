@@ -41,7 +41,9 @@ def test_bytes_of_a_pointwise_convolution(stride: int) -> None:
 def test_bytes_of_a_convolution(kernel: int, bits: int, size: int) -> None:
     """Law 10: k×k saves the codes of the feature map, whatever k is, and never the unfolded input."""
     x, weight = normal(2, 3, 9, 10), normal(4, 3, kernel, kernel).requires_grad_()
-    plan = for_conv(HOT) if bits == 8 else HOT.__class__(HOT.grad_input, HOT.grad_weight, Quantized(quantizer=Int(bits=4)))
+    plan = (
+        for_conv(HOT) if bits == 8 else HOT.__class__(HOT.grad_input, HOT.grad_weight, Quantized(quantizer=Int(bits=4)))
+    )
     with saved_tensors() as saved:
         conv2d(x, weight, None, plan, padding=2)
     assert storage_bytes(saved, without=(weight,)) == 3 * 2 * size + (3 * 4 if bits == 8 else 4)
@@ -54,7 +56,9 @@ def test_needs_input_grad(name: str) -> None:
     x, weight, bias = normal(2, 20, 8), normal(12, 8), normal(12)
 
     def run(**needs: bool) -> tuple[list[Tensor], list[Tensor | None]]:
-        leaves = [t.clone().requires_grad_(needs.get(name, False)) for t, name in ((x, "x"), (weight, "w"), (bias, "b"))]
+        leaves = [
+            t.clone().requires_grad_(needs.get(name, False)) for t, name in ((x, "x"), (weight, "w"), (bias, "b"))
+        ]
         with saved_tensors() as saved:
             y = linear(*leaves, plan)
         y.backward(torch.ones_like(y))

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from helpers import HOT, PLANS, UNQUANTIZED, for_conv, grad_like, grads, normal, relative
 from torch import Tensor, nn
 
-from hot.executor import conv2d, linear
 from hot.errors import HotError
+from hot.executor import conv2d, linear
 
 FLOAT = UNQUANTIZED["packed"]
 I, O = 24, 20  # noqa: E741

@@ -22,7 +22,9 @@ def low_rank(**params: object) -> LayerPlan:
 
 
 def grad_weight(plan: LayerPlan, x: Tensor, g: Tensor) -> Tensor:
-    return grads(lambda x, w: linear(x, w, None, plan), x, normal(g.shape[-1], x.shape[-1], dtype=x.dtype), g=g).grad_weight
+    return grads(
+        lambda x, w: linear(x, w, None, plan), x, normal(g.shape[-1], x.shape[-1], dtype=x.dtype), g=g
+    ).grad_weight
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
@@ -33,7 +35,10 @@ def test_linear_of_every_size(name: str, axis: str, dim: int, dtype: torch.dtype
     """Padded, never truncated: exact gradients to rounding, of (T, I) and of (B, T, I)."""
     sizes = {"tokens": 9, "inputs": 10, "outputs": 11, axis: dim}
     for lead in ((sizes["tokens"],), (2, sizes["tokens"])):
-        operands = normal(*lead, sizes["inputs"], dtype=dtype), normal(sizes["outputs"], sizes["inputs"], dtype=dtype, seed=1)
+        operands = (
+            normal(*lead, sizes["inputs"], dtype=dtype),
+            normal(sizes["outputs"], sizes["inputs"], dtype=dtype, seed=1),
+        )
         ours = grads(lambda *t: linear(*t, None, UNQUANTIZED[name]), *operands)
         theirs = grads(F.linear, *operands)
         assert relative(ours.grad_input, theirs.grad_input) < ROUNDING[dtype]
@@ -63,12 +68,16 @@ def test_full_rank_is_no_projection(block: int, signs: str) -> None:
         Hadamard(block=block, signs=signs), HadamardLowRank(block=block, rank=block, signs=signs),
         HadamardLowRank(block=block, rank=block, order="random", signs=signs),
     ):  # fmt: skip
-        ours = grads(lambda *t, p=plan((transform, FLOAT, FLOAT), (transform, FLOAT, FLOAT)): linear(*t, None, p), *operands)
+        ours = grads(
+            lambda *t, p=plan((transform, FLOAT, FLOAT), (transform, FLOAT, FLOAT)): linear(*t, None, p), *operands
+        )
         assert relative(ours.grad_input, theirs.grad_input) < 1e-12
         assert relative(ours.grad_weight, theirs.grad_weight) < 1e-12
 
 
-@pytest.mark.parametrize("params", [{}, {"rank": 3}, {"order": "lp_l1", "rank": 10}, {"prefix_tokens": 1}, {"tail": "keep"}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{}, {"rank": 3}, {"order": "lp_l1", "rank": 10}, {"prefix_tokens": 1}, {"tail": "keep"}], ids=str
+)
 @pytest.mark.parametrize("tokens", [9, 41, 48])
 def test_blocks_keep_to_their_sample(tokens: int, params: dict) -> None:
     """What two samples contribute is the sum of what each contributes alone; seen as one sequence it is not."""
@@ -88,7 +97,12 @@ def test_convolution_blocks_keep_to_their_sample() -> None:
         w = normal(4, 3, kernel, kernel, dtype=torch.float64)
         alone = sum(grads(run, x[i : i + 1], w, g=g[i : i + 1]).grad_weight for i in range(2))
         assert relative(grads(run, x, w, g=g).grad_weight, alone) < 1e-12  # type: ignore[arg-type]
-        assert relative(grads(run, x, w, g=g).grad_weight, grads(lambda x, w: F.conv2d(x, w, padding=kernel // 2), x, w, g=g)[2]) > 0.1
+        assert (
+            relative(
+                grads(run, x, w, g=g).grad_weight, grads(lambda x, w: F.conv2d(x, w, padding=kernel // 2), x, w, g=g)[2]
+            )
+            > 0.1
+        )
 
 
 @pytest.mark.parametrize(("rank", "neighbours"), [(8, 2), (4, 4), (2, 8), (1, 16)])
@@ -111,7 +125,9 @@ def test_prefix_tokens_are_kept(prefix: int) -> None:
     assert relative(grad_weight(low_rank(prefix_tokens=prefix), x, g), exact) < 1e-12
     assert relative(grad_weight(low_rank(), x, g), exact) > 0.1
     x = normal(2, 33 + prefix, 6, dtype=torch.float64)
-    split = grad_weight(low_rank(), x[:, prefix:], g[:, prefix:]) + torch.einsum("bto,bti->oi", g[:, :prefix], x[:, :prefix])
+    split = grad_weight(low_rank(), x[:, prefix:], g[:, prefix:]) + torch.einsum(
+        "bto,bti->oi", g[:, :prefix], x[:, :prefix]
+    )
     assert relative(grad_weight(low_rank(prefix_tokens=prefix), x, g), split) < 1e-12
 
 
@@ -128,7 +144,11 @@ def test_a_kept_tail_is_exact(tail: int) -> None:
 def test_projected_tokens_of_grad_input() -> None:
     """axis: tokens gives PᵀP g w for the projection P of the tokens of each sample, as one writes it by hand."""
     transform = HadamardLowRank(axis="tokens", rank=5)
-    x, w, g = normal(2, 32, 6, dtype=torch.float64), normal(5, 6, dtype=torch.float64), normal(2, 32, 5, dtype=torch.float64)
+    x, w, g = (
+        normal(2, 32, 6, dtype=torch.float64),
+        normal(5, 6, dtype=torch.float64),
+        normal(2, 32, 5, dtype=torch.float64),
+    )
     from hot.hadamard import hadamard_matrix, sequency_order
 
     rows = hadamard_matrix(16)[list(sequency_order(16)[:5])] / 4
@@ -137,7 +157,11 @@ def test_projected_tokens_of_grad_input() -> None:
     assert relative(got.grad_input, projector @ g @ w) < 1e-12
 
 
-@pytest.mark.parametrize("params", [{"prefix_tokens": 3}, {"tail": "keep"}, {"signs": "random"}, {"prefix_tokens": 1, "tail": "keep"}], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [{"prefix_tokens": 3}, {"tail": "keep"}, {"signs": "random"}, {"prefix_tokens": 1, "tail": "keep"}],
+    ids=str,
+)
 @pytest.mark.parametrize("quantized", [False, True])
 def test_every_field_on_grad_input(params: dict, quantized: bool) -> None:
     """Both operands of grad_input see the same transform, in the fused op and beside it."""
