@@ -54,6 +54,8 @@ def conv2d(
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
     if plan.is_exact or not torch.is_grad_enabled():
         return view.forward(x, weight, bias)
+    if x.is_complex():
+        raise HotError(f"no plan can run on {x.dtype}: leave the layer to torch")
     return Hot.apply(x, weight, bias, plan, view)
 
 

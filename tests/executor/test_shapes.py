@@ -154,6 +154,8 @@ def test_torchs_own_errors() -> None:
         linear(normal(4, 8).requires_grad_(), normal(8, 9), None, HOT)
     with pytest.raises(RuntimeError, match="channels"):
         conv2d(normal(1, 2, 6, 6).requires_grad_(), normal(4, 3, 3, 3), None, for_conv(HOT))
+    with pytest.raises(HotError, match="complex64"):
+        linear(normal(4, 8).to(torch.complex64), normal(8, 8).to(torch.complex64).requires_grad_(), None, HOT)
     with pytest.raises(HotError, match="packed needs a 1×1 kernel"):
         conv2d(normal(1, 3, 6, 6), normal(4, 3, 3, 3), None, HOT)
 
