@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hot.backends import get_ops
+from hot.backends import Ops, get_ops
 from hot.convert import view_of
 from hot.errors import HotError
 from hot.policies.layers import layers_of
@@ -123,6 +123,10 @@ class _Sums:
     def add(self, tokens: Tensor) -> None:
         """tokens: a gradient (samples, tokens, outputs)."""
         ops = get_ops("auto", tokens.device.type)
+        with torch.autocast(tokens.device.type, enabled=False):  # backward may be called under autocast
+            self._add(tokens, ops)
+
+    def _add(self, tokens: Tensor, ops: Ops) -> None:
         draw = self.path.transform.draw(tokens.device)
         projected = self.path.transform.project(tokens.permute(2, 0, 1), ops, draw).flatten(1).float()
         self.norm = self.norm + projected.square().sum()

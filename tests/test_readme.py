@@ -23,6 +23,13 @@ def block(marker: str) -> str:
     return found[1]
 
 
+@pytest.fixture
+def _forget_ternary():
+    yield
+    hot.policies.quantizers.quantizers.remove("ternary")
+
+
+@pytest.mark.usefixtures("_forget_ternary")
 def test_quantizer_example_trains_under_its_policy(tmp_path) -> None:
     (tmp_path / "ternary.py").write_text(block("example: quantizer"))
     policy_text = next(text for text in re.findall(r"```yaml\n(.*?)```", README, re.S) if "plugins:" in text)

@@ -113,10 +113,11 @@ def quantize(
     int8), ``e4m3``, ``e5m2`` (float8). granularity: one scale per ``tensor``, ``row``, ``token`` (column) or ``block``
     (row and `group` columns). The largest magnitude of a group maps to the largest code; with clip = (c₁, c₂) the range is
     c₁·√E[x²] − c₂·E|x| of the group instead, where that lies inside (0, max |x|).
-    rounding: ``nearest`` (ties to even); else ⌊v + u⌋ with the noise u ∈ (0, 1) of `rounding_noise`.
-    A group that holds NaN or ±Inf gets a NaN scale, and zeros for codes if these are integers.
+    v = x · (1 / scale), both divisions IEEE float32 (float64 for float64), so that codes are equal bit for bit.
+    rounding: ``nearest`` (ties to even; the log formats away from zero); else ⌊v + u⌋ with the noise u ∈ (0, 1) of
+    `rounding_noise`. A group that holds NaN or ±Inf gets a NaN scale, and zeros for codes if these are integers.
 
-    Equals: scale = x.abs().amax(1, keepdim=True) / qmax; codes = (x / scale).round().to(torch.int8)
+    Equals: scale = x.abs().amax(1, keepdim=True) / qmax; codes = (x * (1 / scale)).round().to(torch.int8)
     """
     codes = x.new_empty(x.shape, dtype=code_dtype(format))
     return codes, x.new_empty(scale_shape(x.shape[0], x.shape[1], granularity, group), dtype=torch.float32)

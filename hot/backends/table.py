@@ -93,7 +93,11 @@ def declare_op(fake: Callable[..., Any], composition: Callable[..., Any] | None 
     """Declare an op from its signature, its docstring (which ends in ``Equals: …``) and its fake as the body."""
     if "Equals:" not in (fake.__doc__ or ""):
         raise HotError(f"op {fake.__name__!r} must end its docstring with 'Equals: <the line of torch that it equals>'")
-    return OPS.setdefault(fake.__name__, Op(fake, composition))
+    if fake.__name__ in OPS:
+        raise HotError(f"op {fake.__name__!r} is declared already, by {OPS[fake.__name__].fake.__module__}")
+    op = OPS[fake.__name__] = Op(fake, composition)
+    _ready.clear()
+    return op
 
 
 def declare_fused_op(composition: Callable[..., Any]) -> Callable[[Callable[..., Any]], Op]:
@@ -119,6 +123,8 @@ def register_kernel(
         raise HotError(f"unknown op {op!r}; the ops are {', '.join(sorted(OPS))}")
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        if f"{backend}.{op}" in kernels:  # before the custom op of the first one is replaced
+            raise HotError(f"backend {backend!r} has a kernel for op {op!r} already")
         call = function if backend == REFERENCE else _custom_op(op, backend, function)
         kernels.register(f"{backend}.{op}")(Kernel(op, backend, call, supports or _serves_all))
         _ready.clear()

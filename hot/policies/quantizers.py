@@ -81,7 +81,8 @@ class _Scaled(Quantizer):
 
     granularity: ``tensor``, ``row`` (factors out of the product, costs nothing), ``block`` (a row and `block` columns,
     applied inside the product's loop) or ``token``. rounding: ``nearest``, ``hashed`` (unbiased, no state),
-    ``pseudo_stochastic`` (noise from the value's own low mantissa bits) or ``stochastic`` (torch.manual_seed).
+    ``pseudo_stochastic`` (noise from the value's own 11 low mantissa bits, which a bfloat16 value that nothing transformed has
+    as zeros: it is then rounded down) or ``stochastic`` (torch.manual_seed).
     """
 
     granularity: Granularity = "tensor"

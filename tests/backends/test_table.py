@@ -69,14 +69,6 @@ def test_an_unknown_op_or_backend_is_named() -> None:
         ops_for("reference", "cpu").packs  # noqa: B018
 
 
-def test_one_kernel_for_an_op_and_backend(tiny: str) -> None:
-    add_pack4(tiny)
-    with pytest.raises(HotError, match=r"kernel 'tiny\.pack4' is registered already"):
-        add_pack4(tiny)
-    with pytest.raises(HotError, match="backend 'tiny' is registered already"):
-        register_backend(Backend("tiny", devices=("cpu",), probe=lambda: (True, "")))
-
-
 def test_auto_prefers_by_priority_and_supports(tiny: str) -> None:
     add_pack4(tiny, supports=lambda codes: codes.shape[0] == 3)
     ops = ops_for("auto", "cpu")
@@ -161,3 +153,16 @@ def test_every_signature_can_be_a_custom_op(tiny: str) -> None:
         ops_for(tiny, "cpu").transform_quantize(x, *args), reference.transform_quantize(x, *args), strict=True
     ):
         assert torch.equal(got, want)
+
+
+def test_a_second_kernel_is_refused_and_the_first_still_runs(tiny: str) -> None:
+    add_pack4(tiny)
+    before = ops_for(tiny, "cpu").pack4(CODES)
+    with pytest.raises(HotError, match="has a kernel for op 'pack4' already"):
+        register_kernel("pack4", backend=tiny)(lambda codes: codes.new_zeros(1, dtype=torch.uint8))
+    assert torch.equal(ops_for(tiny, "cpu").pack4(CODES), before)
+
+
+def test_an_op_is_declared_once() -> None:
+    with pytest.raises(HotError, match="declared already"):
+        declare_op(OPS["pack4"].fake)
