@@ -161,6 +161,8 @@ def test_a_second_kernel_is_refused_and_the_first_still_runs(tiny: str) -> None:
     with pytest.raises(HotError, match="has a kernel for op 'pack4' already"):
         register_kernel("pack4", backend=tiny)(lambda codes: codes.new_zeros(1, dtype=torch.uint8))
     assert torch.equal(ops_for(tiny, "cpu").pack4(CODES), before)
+    with pytest.raises(HotError, match="backend 'tiny' is registered already"):
+        register_backend(Backend("tiny", devices=("cpu",), probe=lambda: (True, "")))
 
 
 def test_an_op_is_declared_once() -> None:
