@@ -9,6 +9,7 @@ from helpers import FLOAT, UNQUANTIZED, for_conv, grads, normal, plan, relative
 from torch import Tensor
 
 from hot.executor import conv2d, linear
+from hot.hadamard import hadamard_matrix, lp_l1_rows, random_signs, sequency_order
 from hot.policies.plan import LayerPlan
 from hot.policies.transforms import Hadamard, HadamardLowRank
 
@@ -141,6 +142,20 @@ def test_a_kept_tail_is_exact(tail: int) -> None:
     assert relative(grad_weight(low_rank(tail="pad"), x, g), exact) > 0.1
 
 
+@pytest.mark.parametrize(
+    "params", [{}, {"signs": "random"}, {"signs": "random", "seed": 7}, {"order": "lp_l1", "rank": 10}], ids=str
+)
+def test_low_rank_by_hand(params: dict) -> None:
+    """grad_weight is gᵀ PᵀP x for the rows P = H[kept] · signs / √n of each block; another seed, other signs."""
+    x, g = normal(2, 32, 6, dtype=torch.float64), normal(2, 32, 5, dtype=torch.float64, seed=1)
+    kept = lp_l1_rows(16) if "order" in params else sequency_order(16)[:8]
+    signs = random_signs(16, params.get("seed", 0)) if "signs" in params else (1,) * 16
+    rows = hadamard_matrix(16)[list(kept)] * torch.tensor(signs) / 4
+    projector = torch.block_diag(*[rows.T @ rows] * 2)
+    assert relative(grad_weight(low_rank(**params), x, g), torch.einsum("bto,ts,bsi->oi", g, projector, x)) < 1e-12
+    assert random_signs(16, 0) != random_signs(16, 7) and -1 in random_signs(16, 0)
+
+
 def test_projected_tokens_of_grad_input() -> None:
     """axis: tokens gives PᵀP g w for the projection P of the tokens of each sample, as one writes it by hand."""
     transform = HadamardLowRank(axis="tokens", rank=5)
@@ -149,8 +164,6 @@ def test_projected_tokens_of_grad_input() -> None:
         normal(5, 6, dtype=torch.float64),
         normal(2, 32, 5, dtype=torch.float64),
     )
-    from hot.hadamard import hadamard_matrix, sequency_order
-
     rows = hadamard_matrix(16)[list(sequency_order(16)[:5])] / 4
     projector = torch.block_diag(*[rows.T @ rows] * 2)
     got = grads(lambda *t: linear(*t, None, plan((transform, FLOAT, FLOAT))), x, w, g=g)
