@@ -11,9 +11,8 @@ from hot.convert import HotConv2d, HotLinear, Report, convert, revert
 from hot.errors import BackendError, ConversionError, HotError, PolicyError, UnknownNameError
 from hot.executor import conv2d, linear
 from hot.policies.buffers import Buffer, register_buffer
-from hot.policies.operand import Operand
 from hot.policies.plan import GradInputPlan, GradWeightPlan, LayerPlan, Skip
-from hot.policies.quantizers import Quantizer, register_quantizer
+from hot.policies.quantizers import Operand, Quantizer, register_quantizer
 from hot.policies.resolve import resolve
 from hot.policies.save import save_policy
 from hot.policies.schema import Policy, load_policy

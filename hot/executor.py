@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from hot.backends import Ops, get_ops
 from hot.errors import HotError
 from hot.policies.buffers import UNTRANSFORMED, Raw
-from hot.policies.operand import Operand, encode
+from hot.policies.encode import encode
 from hot.policies.plan import GradInputPlan, LayerPlan
 from hot.sharing import shared
 from hot.views import LinearView, View, conv2d_view

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import hot
 from hot.backends import get_ops
 from hot.hadamard import hadamard_matrix
-from hot.policies.operand import encode
+from hot.policies.encode import encode
 from hot.policies.transforms import HadamardLowRank
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -8,9 +8,9 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from hot.policies.operand import Operand, encode
+from hot.policies.encode import encode
 from hot.policies.params import Params, registering
-from hot.policies.quantizers import Int, Quantizer, quantizers
+from hot.policies.quantizers import Int, Operand, Quantizer, quantizers
 from hot.policies.transforms import NoTransform, Transform
 from hot.registry import Registry
 

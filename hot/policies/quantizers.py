@@ -7,18 +7,25 @@ kernels understand.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from hot.policies.operand import Operand
 from hot.policies.params import Params, registering
 from hot.registry import Registry
 
 Granularity = Literal["tensor", "row", "block", "token"]
 Rounding = Literal["nearest", "hashed", "pseudo_stochastic", "stochastic"]
+
+
+class Operand(NamedTuple):
+    """One side of a product. Codes (rows, K) and their scale (None: the codes are the values); group: K-block of a block scale, else 0."""
+
+    codes: Tensor
+    scale: Tensor | None
+    group: int = 0
 
 
 class Quantizer(Params):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hot.backends import get_ops
 from hot.executor import conv2d, linear
-from hot.policies.operand import encode
+from hot.policies.encode import encode
 
 BAD = [math.inf, -math.inf, math.nan]
 ROWS = ["hot", "int8", "int4", "hadamard_int8", "raw_buffer", "quantized_buffer", "stochastic", "class_token"]

@@ -9,8 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hot.backends import Backend, register_backend, register_kernel
-from hot.policies.operand import Operand
-from hot.policies.quantizers import Quantizer, register_quantizer
+from hot.policies.quantizers import Operand, Quantizer, register_quantizer
 from hot.policies.transforms import Transform, register_transform
 
 

@@ -1,22 +1,13 @@
-"""One side of a product: what a transform and a quantizer make of a tensor, and what the product consumes."""
+"""A transform and a quantizer, composed: from a tensor to one side of a product."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hot.policies.quantizers import Quantizer
-    from hot.policies.transforms import Transform
-
-
-class Operand(NamedTuple):
-    """Codes (rows, K) and their scale (None: the codes are the values); group: K-block of a block scale, else 0."""
-
-    codes: Tensor
-    scale: Tensor | None
-    group: int = 0
+from hot.policies.quantizers import Operand, Quantizer
+from hot.policies.transforms import Transform
 
 
 def encode(x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None = None) -> Operand:
