@@ -16,6 +16,7 @@ from hot.errors import HotError
 from hot.policies.buffers import UNTRANSFORMED, Raw
 from hot.policies.encode import encode
 from hot.policies.plan import GradInputPlan, LayerPlan
+from hot.policies.quantizers import Operand
 from hot.sharing import shared
 from hot.views import LinearView, View, conv2d_view
 
