@@ -21,7 +21,7 @@ Rounding = Literal["nearest", "hashed", "pseudo_stochastic", "stochastic"]
 
 
 class Operand(NamedTuple):
-    """One side of a product: codes (rows, K); scale, None if the codes are the values; group, K-block of a block scale, or 0."""
+    """One side of a product: codes (rows, K); scale, None where codes are values; group, K-block of a block scale, or 0."""
 
     codes: Tensor
     scale: Tensor | None
