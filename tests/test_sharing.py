@@ -85,6 +85,15 @@ def test_a_reused_id_is_no_hit() -> None:
     assert make.calls == 50 and len(ids) < 50 and not sharing._shared
 
 
+def test_a_stale_entry_is_no_hit() -> None:
+    """Even one that stands under the id of a living tensor, as when a thread was between the two: identity decides."""
+    x, other, make = torch.ones(4), torch.ones(4), Maker()
+    held = shared(other, "key", make)
+    sharing._shared[id(x), "key"] = sharing._shared[id(other), "key"]
+    again = shared(x, "key", make)
+    assert make.calls == 2 and again[0] is not held[0]
+
+
 def test_inference_tensors_are_not_shared() -> None:
     """They have no version, so a change in place would go unnoticed."""
     with torch.inference_mode():
