@@ -17,11 +17,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A stem of convolutions, a depthwise one among them, two blocks, an attention of torch's, and a head."""
+    """Convolutions, a depthwise one among them, two blocks, an attention of torch's, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
         self.point = nn.Conv2d(8, 32, 1)
         self.depthwise = nn.Conv2d(32, 32, (1, 3), groups=32)
         self.blocks = nn.ModuleList([Block(), Block()])

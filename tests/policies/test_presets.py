@@ -82,3 +82,23 @@ def test_presets_are_found_in_a_checkout_and_in_a_wheel(tmp_path: Path, monkeypa
 def test_every_preset_says_why(path: Path) -> None:
     text = path.read_text()
     assert text.startswith("# ") and "\nversion: 1\n" in text and "\ndescription: " in text
+
+
+@pytest.mark.parametrize("name", ["hot", "hot-paper", "hot-lora", "hlq", "int8", "lbp-wht", "luq"])
+@pytest.mark.parametrize(
+    ("layer", "exact"),
+    [
+        ("patch_embed.proj", True), ("vit.embeddings.patch_embeddings.projection", True), ("stem.0", True), ("conv1", True),
+        ("features.0", True), ("head", True), ("model.lm_head", True), ("classifier.6", True), ("fc", True),
+        ("layer1.0.conv1", False), ("features.3", False), ("blocks.0.mlp.fc1", False), ("system", False), ("heads.0", False),
+    ],
+)  # fmt: skip
+def test_stems_and_heads_are_left_exact(name: str, layer: str, exact: bool) -> None:
+    model = nn.Module()
+    at = model
+    *folders, last = layer.split(".")
+    for folder in folders:
+        at.add_module(folder, nn.Module())
+        at = at.get_submodule(folder)
+    at.add_module(last, nn.Linear(32, 32))
+    assert isinstance(resolve(load_policy(name), model)[layer], Skip) is exact

@@ -45,7 +45,7 @@ def test_is_pure(model: nn.Module) -> None:
 def test_layers_in_order_and_reasons_first(model: nn.Module) -> None:
     found = resolve(load_policy("int8"), model)
     assert list(found) == [
-        "stem", "point", "depthwise", "blocks.0.qkv", "blocks.0.proj", "blocks.1.qkv", "blocks.1.proj",
+        "conv", "point", "depthwise", "blocks.0.qkv", "blocks.0.proj", "blocks.1.qkv", "blocks.1.proj",
         "attention.out_proj", "head",
     ]  # fmt: skip
     assert found["depthwise"] == Skip("groups=32: only groups=1 is supported")
@@ -83,11 +83,11 @@ def test_who_made_a_layer_exact(model: nn.Module, write: Write) -> None:
     path = write(
         "extends: int8\nrules:\n  - {match: point, policy: exact}\n  - {match: '**', policy: exact, optional: true}\n"
     )
-    assert resolve(load_policy(path), model)["point"] == Skip("policy exact by rule 2 (mine.yaml:3)")
-    assert resolve(load_policy(path), model)["stem"] == Skip("policy exact by rule 3 (mine.yaml:4)")
-    assert resolve(load_policy("exact"), model)["stem"] == Skip("the policy's defaults are exact")
-    python = Policy(extends="int8", rules=[{"match": "stem", "policy": "exact"}])
-    assert resolve(python, model)["stem"] == Skip("policy exact by rule 2")
+    assert resolve(load_policy(path), model)["point"] == Skip("policy exact by rule 3 (mine.yaml:3)")
+    assert resolve(load_policy(path), model)["conv"] == Skip("policy exact by rule 4 (mine.yaml:4)")
+    assert resolve(load_policy("exact"), model)["conv"] == Skip("the policy's defaults are exact")
+    python = Policy(extends="int8", rules=[{"match": "conv", "policy": "exact"}])
+    assert resolve(python, model)["conv"] == Skip("policy exact by rule 3")
 
 
 def test_all_unmatched_rules_are_reported_with_the_nearest_layer(model: nn.Module, write: Write) -> None:
@@ -102,7 +102,7 @@ def test_all_unmatched_rules_are_reported_with_the_nearest_layer(model: nn.Modul
     )
     assert ".qkv'" in found[0] and found[0].endswith("(optional: true allows it)")
     assert ".proj'" in found[1]
-    assert "the model has " in found[2] and "Linear 'blocks.0.qkv'" in found[2] and "Conv2d 'stem'" in found[2]
+    assert "the model has " in found[2] and "Linear 'blocks.0.qkv'" in found[2] and "Conv2d 'conv'" in found[2]
     assert "no nn.Linear and no nn.Conv2d" in problems(Policy(rules=[{"match": "a", "policy": "int8"}]), nn.ReLU())[0]
 
 
@@ -165,10 +165,10 @@ def test_packing_nothing_is_raw() -> None:
 def test_explain_tells_the_chain(model: nn.Module, write: Write) -> None:
     path = write(
         "defaults: {grad_weight: {input: {kind: int}}, buffer: {kind: packed}}\n"
-        "rules:\n  - {match: 'stem', grad_weight: {input: {bits: 4}}}\n  - {match: '**', buffer: {kind: packed}}\n"
+        "rules:\n  - {match: 'conv', grad_weight: {input: {bits: 4}}}\n  - {match: '**', buffer: {kind: packed}}\n"
     )
     policy = load_policy(path)
-    assert [str(step) for step in explain(policy, model, "stem")] == [
+    assert [str(step) for step in explain(policy, model, "conv")] == [
         "the policy's defaults\n"
         "  grad_weight.input: {kind: none} → {kind: int}\n"
         "  buffer: {kind: raw} → {kind: packed}",
@@ -179,8 +179,8 @@ def test_explain_tells_the_chain(model: nn.Module, write: Write) -> None:
     ]
     detailed = resolve_detailed(policy, model)
     assert (
-        detailed["stem"].decided_by == "rule 1 (mine.yaml:3)" and detailed["head"].decided_by == "the policy's defaults"
+        detailed["conv"].decided_by == "rule 1 (mine.yaml:3)" and detailed["head"].decided_by == "the policy's defaults"
     )
     assert detailed["depthwise"].decided_by == "the layer"
-    with pytest.raises(UnknownNameError, match="no layer 'stam', did you mean 'stem'"):
-        explain(policy, model, "stam")
+    with pytest.raises(UnknownNameError, match="no layer 'cnov', did you mean 'conv'"):
+        explain(policy, model, "cnov")

@@ -119,7 +119,7 @@ def test_a_rule_may_start_from_a_file_and_even_from_its_own(write: Write) -> Non
             "  - {match: b, policy: mine.yaml}\n"
         )
     )
-    first, second = (rule.apply(policy.tree).plain() for rule in policy.rules[1:])
+    first, second = (rule.apply(policy.tree).plain() for rule in policy.rules[2:])
     assert first["buffer"] == {"kind": "packed"} and first["grad_input"]["weight"] == {"kind": "luq"}
     assert first["grad_weight"]["input"] == {"kind": "none"}
     assert second == policy.tree.plain()
