@@ -27,13 +27,13 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.entry = nn.Conv2d(3, 8, 3, padding=1)
         self.mix = nn.Conv2d(8, 16, 1)
         self.body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.mix(self.stem(x)).flatten(2).transpose(1, 2)
+        x = self.mix(self.entry(x)).flatten(2).transpose(1, 2)
         return self.head(self.body(x).mean(1))
 
 
@@ -57,12 +57,12 @@ def test_the_report() -> None:
     """It names every layer with its plan or its reason, by name and printed."""
     model = Net()
     report = hot.convert(model, HOT)
-    assert list(report.converted) == ["stem", "mix", "body.0", "body.2"] and list(report.skipped) == ["head"]
+    assert list(report.converted) == ["entry", "mix", "body.0", "body.2"] and list(report.skipped) == ["head"]
     assert isinstance(report["mix"], LayerPlan) and isinstance(report["head"], Skip)
-    assert report["mix"].buffer.is_packed and not report["stem"].buffer.is_packed
+    assert report["mix"].buffer.is_packed and not report["entry"].buffer.is_packed
     text = str(report)
     assert text.startswith("HOT: 4 of 5 layers converted") and all(n in text for n in (*report.layers, "policy exact"))
-    assert type(model.head) is nn.Linear and isinstance(model.stem, nn.Conv2d) and isinstance(model.mix, hot.HotConv2d)
+    assert type(model.head) is nn.Linear and isinstance(model.entry, nn.Conv2d) and isinstance(model.mix, hot.HotConv2d)
 
 
 def test_nothing_else_changes() -> None:
@@ -146,8 +146,8 @@ def test_convert_again() -> None:
     model = Net()
     text = repr(model)
     hot.convert(model, INT8)
-    hot.convert(model, HOT.with_rules([{"match": "stem", "policy": "exact"}]))
-    assert type(model.stem) is nn.Conv2d and model.mix.hot_plan == HOT.defaults
+    hot.convert(model, HOT.with_rules([{"match": "entry", "policy": "exact"}]))
+    assert type(model.entry) is nn.Conv2d and model.mix.hot_plan == HOT.defaults
     assert hot.convert(model, HOT).converted.keys() == hot.convert(model, HOT).converted.keys()
     assert not hot.convert(model, EXACT).converted and repr(model) == text
 
@@ -308,9 +308,9 @@ def test_to(move: Callable[[nn.Module], nn.Module], first: bool) -> None:
     model = move(model)
     if not first:
         hot.convert(model, HOT)
-    found = step(model, images().to(model.stem.weight.dtype))
+    found = step(model, images().to(model.entry.weight.dtype))
     assert model.mix.hot_plan == HOT.defaults and all(
-        t.isfinite().all() and t.dtype == model.stem.weight.dtype for t in found
+        t.isfinite().all() and t.dtype == model.entry.weight.dtype for t in found
     )
 
 
@@ -338,7 +338,7 @@ def test_compiled_model() -> None:
 
 def test_data_parallel() -> None:
     _, _, report = twice(nn.DataParallel)
-    assert list(report.layers) == ["stem", "mix", "body.0", "body.2", "head"]
+    assert list(report.layers) == ["entry", "mix", "body.0", "body.2", "head"]
 
 
 def test_checkpoint_wrapper() -> None:
@@ -354,7 +354,7 @@ def test_checkpoint_wrapper() -> None:
     plain = Net()
     plain.load_state_dict(before.state_dict())
     hot.convert(plain, INT8)
-    assert list(report.layers) == ["stem", "mix", "body.0", "body.2", "head"]
+    assert list(report.layers) == ["entry", "mix", "body.0", "body.2", "head"]
     assert same(step(plain, images()), step(before, images())) and same(step(plain, images()), step(after, images()))
 
 
