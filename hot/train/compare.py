@@ -16,7 +16,7 @@ from hot.policies.schema import load_policy
 from hot.train.checkpoint import write_json
 from hot.train.config import Experiment
 from hot.train.loop import Run, stop_on_signal
-from hot.train.report import plot_curves
+from hot.train.report import figure_class, plot_curves
 
 
 def run_experiment(
@@ -35,6 +35,9 @@ def run_experiment(
     nor `overwrite` is given; Interrupted after a checkpoint on SIGINT or SIGTERM.
     """
     console = console or Console(stderr=True)
+    figure_class()  # what is missing is said before the training, not after
+    if resume and overwrite:
+        raise HotError("--resume and --overwrite exclude each other")
     policies = {_label(name): load_policy(name, allow_plugins=allow_plugins) for name in experiment.policies}
     if len(policies) < len(experiment.policies):
         raise HotError(f"compare: two of {', '.join(experiment.policies)} have the same file name; rename one")

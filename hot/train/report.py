@@ -61,13 +61,18 @@ def _cell(values: Sequence[float | None], digits: int) -> str:
     return mean if len(known) == 1 else f"{mean} ± {statistics.stdev(known):.{digits}f}"
 
 
-def plot_curves(runs: Mapping[str, Path], path: Path, title: str) -> None:
-    """Training loss and test accuracy over the steps, one line a run: name to its metrics file. Writes a PNG."""
+def figure_class() -> type[Any]:
+    """matplotlib's Figure, without pyplot: no display, no global state. Raises HotError where matplotlib is missing."""
     try:
-        from matplotlib.figure import Figure  # without pyplot: no display, no global state
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise HotError(f"the curves need matplotlib ({error}): pip install 'hot-training[train]'") from error
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    return Figure
+
+
+def plot_curves(runs: Mapping[str, Path], path: Path, title: str) -> None:
+    """Training loss and test accuracy over the steps, one line a run: name to its metrics file. Writes a PNG."""
+    figure = figure_class()(figsize=(11, 4), layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
     for name, metrics in runs.items():
         lines = read_metrics(metrics)

@@ -1,6 +1,7 @@
 """`hot train`: what it prints and writes, and that every mistake ends with one message and exit code 2."""
 
 import json
+import sys
 
 import pytest
 
@@ -91,6 +92,7 @@ def test_bf16_and_clipping(config, tmp_path) -> None:
         (["--set", "batch_size=1000"], "batch_size: 1000 is larger than the 128 training examples"),
         (["--set", "model=timm:vit_tiny_patch16_224", "--set", "device=cuda"], "device: cuda was asked for"),
         (["--compare", "exact,exact"], "have the same file name"),
+        (["--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
     ],
 )
 def test_mistakes_end_with_one_message_and_exit_code_2(
@@ -100,6 +102,13 @@ def test_mistakes_end_with_one_message_and_exit_code_2(
     assert _run(config, *arguments, "--output", tmp_path / "out") == 2
     out, err = capfd.readouterr()
     assert message in " ".join(err.split()) and "Traceback" not in err and out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_matplotlib_is_said_before_the_training(config, tmp_path, capfd, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert _run(config, "--output", tmp_path / "out") == 2
+    assert "pip install 'hot-training[train]'" in " ".join(capfd.readouterr().err.split())
     assert not (tmp_path / "out").exists()
 
 
