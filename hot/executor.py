@@ -5,6 +5,7 @@ For y = x wᵀ: grad_input g_x = g_y w, contracted over the outputs; grad_weight
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +88,11 @@ def _format(t: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
+def _as_written(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which nothing is cast; torch has no autocast for the meta device."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 class Hot(torch.autograd.Function):
     """forward: torch's own op, plus what the plan saves. backward: the plan's two products and the exact bias gradient."""
 
@@ -94,7 +100,7 @@ class Hot(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
         y = view.forward(x, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        with torch.autocast(x.device.type, enabled=False):  # it would cast the transforms' own products
+        with _as_written(x.device):  # autocast would cast the transforms' own products
             kept = keep(x, y.dtype, plan, view) if needs_weight and x.numel() else ()
         ctx.save_for_backward(weight if needs_input else None, *kept)
         ctx.plan, ctx.view = plan, view
@@ -115,7 +121,7 @@ class Hot(torch.autograd.Function):
         weight, *kept = ctx.saved_tensors
         if not g.numel() or not ctx.like.x_shape.numel():
             return (*ctx.like.empty_product(g, ctx.needs_input_grad[:3], ctx.view), None, None)
-        with torch.autocast(g.device.type, enabled=False):  # as in forward; backward may be called under autocast
+        with _as_written(g.device):  # as in forward; backward may be called under autocast
             needs = ctx.needs_input_grad[:3]
             return (*_backward(g, weight, tuple(kept), needs, ctx.plan, ctx.view, ctx.like), None, None)
 

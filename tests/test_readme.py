@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -86,3 +87,11 @@ def test_every_preset_is_in_the_table() -> None:
 def test_commands_are_there() -> None:
     assert "hot train quickstart" in block("main-command")
     assert "pytest" in block("test-command")
+
+
+def test_tables_are_those_of_the_results() -> None:
+    path = Path(__file__).parents[1] / "benchmarks" / "readme_tables.py"
+    spec = importlib.util.spec_from_file_location("readme_tables", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.render(README) == README

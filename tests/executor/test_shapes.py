@@ -171,3 +171,12 @@ def test_module_hooks_run() -> None:
     layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append("weight"))
     layer(normal(4, 8).requires_grad_()).sum().backward()
     assert sorted(seen) == ["backward", "forward", "weight"]
+
+
+@pytest.mark.parametrize("name", ["hot", "int8", "projected_tokens"])
+def test_meta_tensors_tell_shapes(name: str) -> None:
+    """A model on the meta device runs forward and backward, as torch's own layers do there."""
+    x, w, b = (torch.empty(*shape, device="meta", requires_grad=True) for shape in [(2, 37, I), (O, I), (O,)])
+    y = linear(x, w, b, PLANS[name])
+    y.sum().backward()
+    assert y.shape == (2, 37, O) and all(t.grad.is_meta and t.grad.shape == t.shape for t in (x, w, b))
