@@ -23,10 +23,11 @@ def rows(summary: Path) -> list[dict[str, object]]:
     date = datetime.date.fromtimestamp(summary.stat().st_mtime).isoformat()
     found = []
     for run in content["runs"]:
-        step, saved, peak = run["step_ms"], run["saved_bytes"], run["peak_bytes"]
+        times = [round(run["step_ms"][part], 2) for part in ("forward", "backward", "total")]
+        saved, peak = run["saved_bytes"], run["peak_bytes"]
         values = [
             date, run["device"], run["threads"], run["torch"], content["experiment"]["name"], run["policy"], run["seed"],
-            run["steps"], run["accuracy"], round(run["loss"], 4), *(round(step[k], 2) for k in ("forward", "backward", "total")),
+            run["steps"], run["accuracy"], round(run["loss"], 4), *times,
             saved["total"], saved["in_layers"], peak.get("allocated", peak.get("rss_growth")),
         ]  # fmt: skip
         found.append(dict(zip(COLUMNS, values, strict=True)))

@@ -49,9 +49,9 @@ def backward_table() -> str:
     """Backward of one linear layer on the CPU, against torch's in float32."""
     rows = read("linear_backward_cpu")
     first = rows[0]
-    shape = f"({first['T']}, {first['O']}, {first['I']})"
+    what = f"(T, O, I) = ({first['T']}, {first['O']}, {first['I']}), {first['device']}, {first['threads']} threads"
     lines = [
-        f"| backward of a linear layer, (T, O, I) = {shape}, {first['device']}, {first['threads']} threads | p50 | against float32 |",
+        f"| backward of a linear layer, {what} | p50 | against float32 |",
         "| --- | --- | --- |",
     ]
     for row in rows:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HOT, PLANS, UNQUANTIZED, for_conv, grad_like, grads, normal, relative
+from helpers import HOT, PLANS, UNQUANTIZED, for_conv, grad_like, grads, normal, relative, saved_tensors
 from torch import Tensor, nn
 
 from hot.errors import HotError
@@ -171,6 +171,24 @@ def test_module_hooks_run() -> None:
     layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append("weight"))
     layer(normal(4, 8).requires_grad_()).sum().backward()
     assert sorted(seen) == ["backward", "forward", "weight"]
+
+
+def test_autocast_does_not_reach_the_transforms() -> None:
+    """What forward saves under autocast are the codes of the input as it is, and backward may be called under it."""
+
+    def run(forward: bool, backward: bool) -> tuple[list[Tensor], Tensor]:
+        x, w = normal(2, 32, I).requires_grad_(), normal(O, I).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=forward), saved_tensors() as saved:
+            y = linear(x, w, None, PLANS["hadamard_int8"])
+        codes = [t.clone() for t in saved]
+        with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+            y.backward(grad_like(y))
+        return codes, w.grad
+
+    codes, grad_weight = run(False, False)
+    assert len(codes) == 3  # the weight, the codes of x and their scales
+    assert all(torch.equal(*pair) for pair in zip(run(True, False)[0], codes, strict=True))
+    assert torch.equal(run(False, True)[1], grad_weight)
 
 
 @pytest.mark.parametrize("name", ["hot", "int8", "projected_tokens"])
