@@ -38,7 +38,7 @@ MUTATIONS = [
     Mutation("scale: forgotten in the product", "hot/backends/reference/products.py", ".mul_(b_scale.T)", ""),
     Mutation("rounding: towards zero", "hot/backends/reference/quantization.py", "v.round_() if u is None", "v.trunc_() if u is None"),
     Mutation("rounding: biased noise", "hot/backends/reference/quantization.py", "return _shift(h, 16)", "return _shift(h, 17)"),
-    Mutation("rounding: noise without the index", "hot/backends/reference/quantization.py", "h = index.mul_(", "h = index.mul_(0 * "),
+    Mutation("rounding: noise without the index", "hot/backends/reference/quantization.py", "h = index.bitwise_xor_(bits)", "h = index.mul_(0).bitwise_xor_(bits)"),
     Mutation("merge: earlier wins", "hot/policies/merge.py", "for key, child in over.value.items():\n        merged[key] = merge(base.value[key], child) if key in base.value else child",
              "for key, child in over.value.items():\n        merged[key] = merge(child, base.value[key]) if key in base.value else child"),
     Mutation("merge: another kind keeps the old fields", "hot/policies/merge.py", 'if "kind" in over.value and', "if False and"),

@@ -124,7 +124,7 @@ def noise(x: Tensor, rounding: str) -> Tensor:
     bits = x.float().view(torch.int32).long() & 0xFFFFFFFF
     if rounding == "pseudo_stochastic":
         return ((2 * (bits & 0x7FF) + 1).double() / 2**12).float()
-    h = (torch.arange(x.numel()).view(x.shape) * 0x9E3779B1 + bits) & 0xFFFFFFFF
+    h = (torch.arange(x.numel()).view(x.shape) & 0xFFFFFFFF) ^ bits
     h = ((h ^ (h >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
     h = ((h ^ (h >> 13)) * 0xC2B2AE3D) & 0xFFFFFFFF
     return ((2 * (h >> 16) + 1).double() / 2**17).float()

@@ -18,7 +18,7 @@ TINY = torch.finfo(torch.float32).tiny  # the least scale: 1 / TINY is finite, a
 def rounding_noise(x: Tensor, rounding: str, index: Tensor) -> Tensor:
     """The noise u ∈ (0, 1) that ⌊v + u⌋ rounds with, one for each element of x (rows, K), float32, mean ½.
 
-    ``hashed``: (2·h + 1) / 2¹⁷ with h the upper 16 bits of a 32-bit hash of the element's own float32 bits and of its index
+    ``hashed``: (2·h + 1) / 2¹⁷ with h the upper 16 bits of a 32-bit hash of the element's own float32 bits, xor its index
     row·K + column (int32, mod 2³²; overwritten); the mixer is xxHash32's avalanche. The steps of 2⁻¹⁷ add exactly to
     |v| ≤ 127, so an integer v stays itself. ``pseudo_stochastic``: (2·m + 1) / 2¹² with m the 11 low bits of the mantissa
     (NITI, M. Wang et al. 2020). ``stochastic``: torch's generator of the device, which follows torch.manual_seed.
@@ -28,9 +28,9 @@ def rounding_noise(x: Tensor, rounding: str, index: Tensor) -> Tensor:
     bits = x.to(torch.float32).view(torch.int32)
     if rounding == "pseudo_stochastic":
         return (bits & 0x7FF).to(torch.float32).mul_(2.0**-11).add_(2.0**-12)
-    h = index.mul_(_i32(0x9E3779B1)).add_(bits)  # int32 wraps around: arithmetic mod 2^32
+    h = index.bitwise_xor_(bits)
     h ^= _shift(h, 15)
-    h *= _i32(0x85EBCA77)
+    h *= _i32(0x85EBCA77)  # int32 wraps around: arithmetic mod 2^32
     h ^= _shift(h, 13)
     h *= _i32(0xC2B2AE3D)
     return _shift(h, 16).to(torch.float32).mul_(2.0**-16).add_(2.0**-17)
