@@ -15,6 +15,7 @@ from typing import Any, ClassVar, SupportsIndex
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hot.backends.table import require
 from hot.errors import ConversionError
 from hot.executor import conv2d, linear
 from hot.policies.layers import layers_of
@@ -113,8 +114,8 @@ def convert(model: nn.Module, policy: Policy) -> Report:
     """Give every layer of `model` the backward pass that `policy` plans for it, in place; a second call replaces the first.
 
     Works before or after ``.to()``, torch.compile, DDP, FSDP and PEFT wrapping. Raises PolicyError if the policy does not fit
-    the model (a rule that matches nothing, …), and ConversionError if no layer was converted and not because the policy
-    says exact; in both cases the model is untouched.
+    the model (a rule that matches nothing, …), BackendError if it names a backend that is missing here, and ConversionError if
+    no layer was converted and not because the policy says exact; the model is untouched then.
     """
     plans = resolve(policy, model)
     layers = layers_of(model)
@@ -126,6 +127,8 @@ def convert(model: nn.Module, policy: Policy) -> Report:
         raise ConversionError(
             f"nothing to convert in {type(model).__name__}: {found or 'no nn.Linear and no nn.Conv2d'}"
         )
+    for backend in {plan.backend for plan in report.converted.values()}:
+        require(backend)
     for layer in layers:
         plan = plans[layer.name]
         _restore(layer.module)

@@ -17,7 +17,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import hot
-from hot import ConversionError, LayerPlan, PolicyError, Skip
+from hot import Backend, BackendError, ConversionError, LayerPlan, PolicyError, Skip, register_backend
+from hot.backends import backends
 
 HOT, INT8, EXACT = hot.load_policy("hot"), hot.load_policy("int8"), hot.load_policy("exact")
 
@@ -459,3 +460,14 @@ def test_checkpointed_model_with_shared_input() -> None:
     block.zero_grad()
     checkpoint(block, x, use_reentrant=False).square().sum().backward()
     assert same(plain[1:], [p.grad for p in block.parameters()])
+
+
+def test_a_missing_backend_is_refused_before_anything_changes() -> None:
+    register_backend(Backend("missing", devices=("cpu",), probe=lambda: (False, "no such chip")))
+    try:
+        model = nn.Sequential(nn.Linear(8, 8))
+        with pytest.raises(BackendError, match="backend 'missing' is not available: no such chip; use backend: auto"):
+            hot.convert(model, hot.Policy(extends="hot", backend="missing"))
+        assert type(model[0]) is nn.Linear
+    finally:
+        backends.remove("missing")

@@ -203,16 +203,23 @@ def _choose_while_tracing(context: Any) -> None:
         _ready[key] = ops_for(*key)
 
 
+def require(backend: str) -> None:
+    """Raise BackendError, with the reason, if a backend that was named is missing here; ``auto`` never is."""
+    if backend == AUTO:
+        return
+    available, reason = backends[backend].availability()
+    if not available:
+        raise BackendError(f"backend {backend!r} is not available: {reason}; use backend: auto")
+
+
 def ops_for(backend: str, device: str) -> Ops:
     """The ops of a backend (or ``auto``) for a torch device type.
 
     Raises UnknownNameError for an unknown backend, BackendError if it is missing here or not for that device.
     """
+    require(backend)
     if backend != AUTO:
         entry = backends[backend]
-        available, reason = entry.availability()
-        if not available:
-            raise BackendError(f"backend {backend!r} is not available: {reason}")
         if device not in entry.devices:
             raise BackendError(
                 f"backend {backend!r} runs on {', '.join(entry.devices)}, not on {device}; use backend: auto"

@@ -155,10 +155,15 @@ def read_yaml(path: Path, problems: Problems) -> Node | None:
         problems.add(whole, f"is binary: there is a NUL byte at offset {data.index(0)}")
     else:
         try:
-            return _Reader(shown, problems).read(data.decode("utf-8-sig"))
+            return read_text(data.decode("utf-8-sig"), shown, problems)
         except UnicodeDecodeError as error:
             problems.add(whole, f"is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}")
     return None
+
+
+def read_text(text: str, file: str, problems: Problems) -> Node | None:
+    """The root node of a YAML text, `file` being what its marks call it, or None with the reason in `problems`."""
+    return _Reader(file, problems).read(text)
 
 
 class _Loader(yaml.SafeLoader):

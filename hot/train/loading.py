@@ -9,7 +9,7 @@ from pathlib import Path
 from hot.errors import HotError, did_you_mean
 from hot.policies.blocks import NESTED, validate
 from hot.policies.presets import preset_folder
-from hot.policies.yaml_source import Mark, Node, Problems, _Reader, from_python, join, read_yaml, show
+from hot.policies.yaml_source import Mark, Node, Problems, from_python, join, read_text, read_yaml, show
 from hot.registry import load_plugin_file
 from hot.train.config import Experiment
 from hot.train.data import Dataset, datasets
@@ -89,7 +89,7 @@ def _with_setting(root: Node, setting: str, problems: Problems) -> Node:
     if not equals or not all(key.split(".")):
         problems.add(Mark(file=f"--set {setting}"), "must be key=value")
         return root
-    value = _Reader(f"--set {key}", problems).read(text)
+    value = read_text(text, f"--set {key}", problems)
     if value is None:
         return root
     return _put(_expanded(root), key.split("."), from_python(value.plain(), problems, key), problems)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hot.policies.presets import preset_names
 from hot.policies.save import flow, save_policy
 from hot.policies.schema import Policy, load_policy
-from hot.policies.yaml_source import Problems, _Reader
+from hot.policies.yaml_source import Problems, read_text
 
 Write = Callable[..., Path]
 
@@ -99,7 +99,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_every_value_reads_back(value: Any) -> None:
-    node = _Reader("x", Problems()).read(f"value: {flow(value)}\n")
+    node = read_text(f"value: {flow(value)}\n", "x", Problems())
     assert node is not None and node.plain() == {"value": value}
 
 
