@@ -79,7 +79,8 @@ class VisionTransformer(nn.Module):
         super().__init__()
         channels, height, width = shape
         dim, tokens = spec.dim, (height // spec.patch) * (width // spec.patch)
-        self.patch_embed = nn.Conv2d(channels, dim, spec.patch, stride=spec.patch)
+        kernel, padding = (2 * spec.patch - 1, spec.patch - 1) if spec.overlap else (spec.patch, 0)
+        self.patch_embed = nn.Conv2d(channels, dim, kernel, stride=spec.patch, padding=padding)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if spec.pool == "token" else None
         self.pos_embed = nn.Parameter(torch.empty(1, tokens + (spec.pool == "token"), dim))
         self.blocks = nn.ModuleList(
@@ -105,9 +106,14 @@ class VisionTransformer(nn.Module):
 
 @register_model("vit")
 class Vit(Model):
-    """A compact vision transformer, layers named as in timm: ``blocks.0.attn.qkv``, ``blocks.0.mlp.fc1``, ``head``."""
+    """A compact vision transformer, layers named as in timm: ``blocks.0.attn.qkv``, ``blocks.0.mlp.fc1``, ``head``.
+
+    overlap: patches of 2·patch − 1 pixels every `patch` pixels, as in PVT v2 (W. Wang et al. 2022), so that neighbouring
+    tokens are alike.
+    """
 
     patch: int = Field(default=4, ge=1)
+    overlap: bool = False
     dim: int = Field(default=96, ge=1)
     depth: int = Field(default=4, ge=1)
     heads: int = Field(default=4, ge=1)

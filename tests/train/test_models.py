@@ -85,3 +85,12 @@ def test_short_forms() -> None:
     assert model_spec("vit") == {"kind": "vit"}
     assert model_spec("timm:resnet18") == {"kind": "timm", "name": "resnet18"}
     assert model_spec("nets/mine.py:make") == {"kind": "file", "path": "nets/mine.py", "function": "make"}
+
+
+def test_overlapping_patches_make_as_many_tokens() -> None:
+    plain, overlapping = (
+        Vit(patch=4, dim=16, depth=1, heads=2, overlap=o).build((1, 16, 20), 3) for o in (False, True)
+    )
+    x = torch.randn(2, 1, 16, 20)
+    assert plain.patch_embed(x).shape == overlapping.patch_embed(x).shape == (2, 16, 4, 5)
+    assert overlapping.patch_embed.kernel_size == (7, 7) and overlapping(x).shape == (2, 3)
