@@ -37,7 +37,8 @@ def accuracy_table() -> str:
         accuracy = [100 * value for value in figures("accuracy")]
         layers, saved = ([value / 2**20 for value in figures(c)] for c in ("saved_bytes_in_layers", "saved_bytes"))
         step = [median(float(row["step_ms"]) for row in of) for of in runs.values()]
-        device = runs["hot"][0]["device"].replace("NVIDIA ", "")
+        first = runs["hot"][0]
+        device = f"CPU, {first['threads']} thread" if first["device"] == "cpu" else first["device"]
         lines.append(
             f"| {title} | {device} | {len(runs['hot'])} | {accuracy[0]:.1f} % → {accuracy[1]:.1f} % | "
             f"{layers[0]:.1f} → {layers[1]:.1f} MiB | {saved[0]:.1f} → {saved[1]:.1f} MiB | {step[0]:.0f} → {step[1]:.0f} ms |"
