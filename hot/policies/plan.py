@@ -10,8 +10,30 @@ from hot.policies.quantizers import NoQuantizer, Quantizer
 from hot.policies.transforms import NoTransform, Transform
 
 
+class _Path:
+    """What both paths have: a transform of the contracted axis and a quantizer for each operand, the gradient's first."""
+
+    transform: Transform
+
+    @property
+    def quantizers(self) -> tuple[Quantizer, Quantizer]:
+        raise NotImplementedError
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the path computes what torch computes (grad_weight: from an exact input)."""
+        return self.transform.is_identity and all(quantizer.is_identity for quantizer in self.quantizers)
+
+    def __str__(self) -> str:
+        """``hadamard 16: int4 row hashed × int4 row nearest``."""
+        if self.is_exact:
+            return "exact"
+        operands = " × ".join("float" if quantizer.is_identity else str(quantizer) for quantizer in self.quantizers)
+        return operands if self.transform.is_identity else f"{self.transform}: {operands}"
+
+
 @dataclass(frozen=True)
-class GradInputPlan:
+class GradInputPlan(_Path):
     """The path grad_input, g_x = g_y w, contracted over the outputs."""
 
     transform: Transform = field(default_factory=NoTransform)
@@ -22,17 +44,9 @@ class GradInputPlan:
     def quantizers(self) -> tuple[Quantizer, Quantizer]:
         return self.grad_output, self.weight
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the path computes what torch computes."""
-        return self.transform.is_identity and all(q.is_identity for q in self.quantizers)
-
-    def __str__(self) -> str:
-        return _describe(self)
-
 
 @dataclass(frozen=True)
-class GradWeightPlan:
+class GradWeightPlan(_Path):
     """The path grad_weight, g_w = g_yᵀ x, contracted over the tokens."""
 
     transform: Transform = field(default_factory=NoTransform)
@@ -42,14 +56,6 @@ class GradWeightPlan:
     @property
     def quantizers(self) -> tuple[Quantizer, Quantizer]:
         return self.grad_output, self.input
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the path computes what torch computes from an exact input."""
-        return self.transform.is_identity and all(q.is_identity for q in self.quantizers)
-
-    def __str__(self) -> str:
-        return _describe(self)
 
 
 @dataclass(frozen=True)
@@ -119,11 +125,3 @@ def product_kind(path: GradInputPlan | GradWeightPlan) -> str:
     if len(set(formats)) > 1 or formats[0] == "custom" or "token" in scales:
         return "dequantized"
     return formats[0]
-
-
-def _describe(path: GradInputPlan | GradWeightPlan) -> str:
-    """``hadamard 16: int4 row hashed × int4 row nearest``, the gradient's operand first."""
-    if path.is_exact:
-        return "exact"
-    operands = " × ".join("float" if quantizer.is_identity else str(quantizer) for quantizer in path.quantizers)
-    return operands if path.transform.is_identity else f"{path.transform}: {operands}"
