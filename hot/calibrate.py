@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hot.backends import Ops, get_ops
+from hot.backends import get_ops
 from hot.convert import view_of
 from hot.errors import HotError
+from hot.executor import as_written
 from hot.policies.layers import layers_of
 from hot.policies.plan import GradWeightPlan, LayerPlan
 from hot.policies.resolve import resolve
@@ -70,7 +71,7 @@ def with_choices(policy: Policy, choices: Sequence[Choice]) -> Policy:
     rules = [
         {"match": choice.layer, "grad_weight": {"grad_output": {"granularity": choice.chosen}}} for choice in choices
     ]
-    return Policy(extends=policy, rules=rules)
+    return policy.with_rules(rules)
 
 
 def measure(
@@ -122,18 +123,16 @@ class _Sums:
     @torch.no_grad()
     def add(self, tokens: Tensor) -> None:
         """tokens: a gradient (samples, tokens, outputs)."""
-        ops = get_ops("auto", tokens.device.type)
-        with torch.autocast(tokens.device.type, enabled=False):  # backward may be called under autocast
-            self._add(tokens, ops)
-
-    def _add(self, tokens: Tensor, ops: Ops) -> None:
-        draw = self.path.transform.draw(tokens.device)
-        projected = self.path.transform.project(tokens.permute(2, 0, 1), ops, draw).flatten(1).float()
-        self.norm = self.norm + projected.square().sum()
-        for at, quantizer in enumerate(self.quantizers):
-            codes, scale, group = quantizer.encode(projected, ops)
-            restored = ops.dequantize(codes, scale, group, torch.float32)
-            self.errors[at] = self.errors[at] + (restored - projected).square().sum()
+        ops, transform = get_ops("auto", tokens.device.type), self.path.transform
+        with as_written(tokens.device):  # backward may be called under autocast
+            projected = (
+                transform.project(tokens.permute(2, 0, 1), ops, transform.draw(tokens.device)).flatten(1).float()
+            )
+            self.norm = self.norm + projected.square().sum()
+            for at, quantizer in enumerate(self.quantizers):
+                codes, scale, group = quantizer.encode(projected, ops)
+                restored = ops.dequantize(codes, scale, group, torch.float32)
+                self.errors[at] = self.errors[at] + (restored - projected).square().sum()
 
     def choose(self, layer: str) -> Choice:
         norm = float(self.norm) or 1.0

@@ -88,7 +88,7 @@ def _format(t: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def _as_written(device: torch.device) -> AbstractContextManager[object]:
+def as_written(device: torch.device) -> AbstractContextManager[object]:
     """A context in which nothing is cast; torch has no autocast for the meta device."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
@@ -100,7 +100,7 @@ class Hot(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
         y = view.forward(x, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        with _as_written(x.device):  # autocast would cast the transforms' own products
+        with as_written(x.device):  # autocast would cast the transforms' own products
             kept = keep(x, y.dtype, plan, view) if needs_weight and x.numel() else ()
         ctx.save_for_backward(weight if needs_input else None, *kept)
         ctx.plan, ctx.view = plan, view
@@ -121,7 +121,7 @@ class Hot(torch.autograd.Function):
         weight, *kept = ctx.saved_tensors
         if not g.numel() or not ctx.like.x_shape.numel():
             return (*ctx.like.empty_product(g, ctx.needs_input_grad[:3], ctx.view), None, None)
-        with _as_written(g.device):  # as in forward; backward may be called under autocast
+        with as_written(g.device):  # as in forward; backward may be called under autocast
             needs = ctx.needs_input_grad[:3]
             return (*_backward(g, weight, tuple(kept), needs, ctx.plan, ctx.view, ctx.like), None, None)
 

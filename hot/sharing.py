@@ -19,13 +19,13 @@ def shared(x: Tensor, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> 
     """``make()``, or what it gave for the same x, unchanged since, and an equal key, while autograd still holds that."""
     if x.is_inference():  # without a version, a change in place would go unnoticed
         return make()
-    entry = _shared.get((id(x), key))
+    slot = (id(x), key)
+    entry = _shared.get(slot)
     if entry is not None and entry[0]() is x and entry[1] == x._version:
         alive = tuple(t for reference in entry[2] if (t := reference()) is not None)
         if len(alive) == len(entry[2]):
             return alive
     made = make()
-    slot = (id(x), key)
     own = weakref.ref(x, lambda _: _shared.pop(slot, None))
     _shared[slot] = (own, x._version, tuple(weakref.ref(t) for t in made))
     return made

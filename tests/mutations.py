@@ -45,7 +45,7 @@ MUTATIONS = [
     Mutation("executor: no draw for the gradient", "hot/executor.py", "draw, kept = (kept[0], kept[1:])", "draw, kept = (kept[0] * 0, kept[1:])"),
     Mutation("executor: frozen weights save their input", "hot/executor.py", "if needs_weight and x.numel() else ()", "if x.numel() else ()"),
     Mutation("executor: autocast reaches the transforms", "hot/executor.py",
-             "with _as_written(x.device):  # autocast", "with torch.no_grad():  # autocast"),
+             "with as_written(x.device):  # autocast", "with torch.no_grad():  # autocast"),
     Mutation("sharing: without the version", "hot/sharing.py", "and entry[1] == x._version", ""),
     Mutation("sharing: without the identity", "hot/sharing.py", "entry[0]() is x and ", ""),
     Mutation("views: blocks straddle samples", "hot/views.py", "samples = t.shape[0] if t.dim() > 2 else 1", "samples = 1"),
@@ -54,7 +54,7 @@ MUTATIONS = [
              "return total_w - total_w // 2, total_w // 2, total_h - total_h // 2, total_h // 2"),
     Mutation("match: a glob is not anchored", "hot/policies/match.py", "re.fullmatch(pattern", "re.match(pattern"),
     Mutation("calibration: measures before the projection", "hot/calibrate.py",
-             "self.path.transform.project(tokens.permute(2, 0, 1), ops, draw)", "tokens.permute(2, 0, 1)"),
+             "transform.project(tokens.permute(2, 0, 1), ops, transform.draw(tokens.device))", "tokens.permute(2, 0, 1)"),
     Mutation("checkpoint: the random state is not restored", "hot/train/loop.py", 'torch.set_rng_state(state["rng"]["cpu"])', "pass"),
 ]  # fmt: skip
 

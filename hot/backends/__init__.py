@@ -31,8 +31,6 @@ register_backend(
         REFERENCE,
         devices=("cpu", "cuda", "meta"),
         probe=lambda: (True, f"plain torch {torch.__version__}"),
-        load=lambda: None,
-        priority=0,
     )
 )
 

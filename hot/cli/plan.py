@@ -27,7 +27,7 @@ def plan(
 ) -> None:
     """Show each layer's plan, the rule that decided it, the bytes of its input that are saved, or why it is left exact."""
     from hot.planning import plan_rows
-    from hot.policies.resolve import explain as steps_of
+    from hot.policies.resolve import resolve_layer
     from hot.policies.schema import load_policy
     from hot.train.models import build_model
 
@@ -36,9 +36,9 @@ def plan(
     built = build_model(model, tuple(sample.shape[1:]), classes, allow_code=allow_plugins)
     console = Console(soft_wrap=True)
     if explain is not None:
-        for step in steps_of(chosen, built, explain):
-            console.print(str(step), markup=False, highlight=False)
-        console.print(_served(chosen, built, explain), markup=False, highlight=False)
+        found = resolve_layer(chosen, built, explain)
+        for text in (*map(str, found.steps), _served(found.plan)):
+            console.print(text, markup=False, highlight=False)
         return
     rows = plan_rows(chosen, built, sample)
     if as_json:
@@ -62,12 +62,11 @@ def parse_input(text: str) -> torch.Tensor:
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-def _served(policy: Any, model: Any, layer: str) -> str:
+def _served(found: Any) -> str:
+    """A plan, or a Skip, in words, and the kernels that serve it here."""
     from hot.planning import serving
     from hot.policies.plan import LayerPlan
-    from hot.policies.resolve import resolve
 
-    found = resolve(policy, model).get(layer)
     if not isinstance(found, LayerPlan):
         return f"plan: {found}"
     device = "cuda" if torch.cuda.is_available() else "cpu"

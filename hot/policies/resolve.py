@@ -82,10 +82,15 @@ def resolve_detailed(policy: Policy, model: nn.Module) -> dict[str, Resolution]:
 
 def explain(policy: Policy, model: nn.Module, name: str) -> tuple[Step, ...]:
     """The steps to the plan of one layer, the defaults first. Raises what `resolve` does, and UnknownNameError."""
+    return resolve_layer(policy, model, name).steps
+
+
+def resolve_layer(policy: Policy, model: nn.Module, name: str) -> Resolution:
+    """The resolution of one layer, by any of its names. Raises what `resolve` does, and UnknownNameError."""
     found = resolve_detailed(policy, model)
     for resolution in found.values():
         if name in resolution.layer.names:
-            return resolution.steps
+            return resolution
     raise UnknownNameError(f"the model has no layer {name!r}{did_you_mean(name, found)}")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from hot.files import write_whole
 from hot.policies.schema import Policy
 from hot.policies.yaml_source import core_scalar
 
@@ -30,12 +31,7 @@ def save_policy(policy: Policy, path: str | os.PathLike[str], *, comments: Mappi
         if os.path.isabs(rule.get("policy", "")):
             rule["policy"] = _relative(rule["policy"], folder)
     text = "\n".join(_lines(data, comments or {})) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, lambda file: file.write(text.encode()))
 
 
 def _relative(path: str, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, checkpoints among them, and the metrics that a resumed run continues."""
+"""Checkpoints, whole or not there at all, and the metrics that a resumed run continues."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pickle
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,41 +13,22 @@ from typing import Any, BinaryIO
 import torch
 
 from hot.errors import HotError
+from hot.files import write_whole
 
 KEEP = 2
 """Checkpoints kept per run: the latest, and the one before it."""
 
 
 def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file through a temporary one beside it: whoever looks sees the old file or the whole new one.
-
-    Raises HotError if that fails, a full disk above all; the temporary file is gone then and the old file untouched.
-    """
+    """`write_whole`, the folder made first. Raises HotError if the file system fails, a full disk above all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        os.unlink(temporary)
+        write_whole(path, write)
+    except Exception as error:
         cause = error if isinstance(error, OSError) else error.__context__  # torch.save wraps it in a RuntimeError
         if isinstance(cause, OSError):
             raise HotError(f"can't write {path}: {cause.strerror}; what was saved before is untouched") from error
         raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in the folder durable, where the platform has a way to."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
