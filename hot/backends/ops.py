@@ -115,7 +115,7 @@ def quantize(
     c₁·√E[x²] − c₂·E|x| of the group instead, where that lies inside (0, max |x|).
     v = x · (1 / scale), both divisions IEEE float32 (float64 for float64), so that codes are equal bit for bit.
     rounding: ``nearest`` (ties to even; the log formats away from zero); else ⌊v + u⌋ with the noise u ∈ (0, 1) of
-    `rounding_noise`. A group that holds NaN or ±Inf gets a NaN scale, and zeros for codes if these are integers.
+    `rounding_noise`, for integers with v on a grid of 2⁻¹⁵, so that fixed-point arithmetic gives the same codes. A group that holds NaN or ±Inf gets a NaN scale, and zeros for codes if these are integers.
 
     Equals: scale = x.abs().amax(1, keepdim=True) / qmax; codes = (x * (1 / scale)).round().to(torch.int8)
     """

@@ -109,9 +109,10 @@ def nearest(v: Tensor, format: str) -> Tensor:
 
 
 def with_noise(v: Tensor, u: Tensor, format: str) -> Tensor:
-    """v rounded by noise u ∈ (0, 1), in the arithmetic of v's dtype: integers ⌊v + u⌋; else up where share + u ≥ 1."""
+    """v rounded by noise u ∈ (0, 1), in the arithmetic of v's dtype: integers ⌊v + u⌋ with v on a grid of 2⁻¹⁵; else up
+    where share + u ≥ 1."""
     if format.startswith("int"):
-        return (v + u).floor().double().clamp(levels(format)[0], levels(format)[-1])
+        return ((v * 2**15).round() / 2**15 + u).floor().double().clamp(levels(format)[0], levels(format)[-1])
     size = v.double().abs() if format.startswith("log") else v.double()
     low, high = between(size, format)
     share = ((size - low) / (high - low).where(high > low, 1.0)).to(v.dtype)
@@ -124,10 +125,15 @@ def noise(x: Tensor, rounding: str) -> Tensor:
     bits = x.float().view(torch.int32).long() & 0xFFFFFFFF
     if rounding == "pseudo_stochastic":
         return ((2 * (bits & 0x7FF) + 1).double() / 2**12).float()
-    h = (torch.arange(x.numel()).view(x.shape) & 0xFFFFFFFF) ^ bits
-    h = ((h ^ (h >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
-    h = ((h ^ (h >> 13)) * 0xC2B2AE3D) & 0xFFFFFFFF
-    return ((2 * (h >> 16) + 1).double() / 2**17).float()
+    rows, k = bits.shape
+    bits = torch.cat([bits, torch.zeros(rows, k % 2, dtype=torch.int64)], 1).unflatten(1, (-1, 2))
+    first, second = bits[..., 0], bits[..., 1]
+    h = (torch.arange(first.numel()).view(first.shape) & 0xFFFFFFFF) ^ first
+    h = h ^ (second << 16 & 0xFFFFFFFF) ^ (second >> 16)
+    h = (h * 0x85EBCA77) & 0xFFFFFFFF
+    h = ((h ^ (h >> 15)) * 0xC2B2AE3D) & 0xFFFFFFFF
+    shares = torch.stack([h >> 17, (h ^ (h >> 16)) & 0x7FFF], 2).flatten(1)[:, :k]
+    return ((2 * shares + 1).double() / 2**16).float()
 
 
 def per_group(x: Tensor, granularity: str, group: int, clip: Sequence[float]) -> Tensor:

@@ -15,25 +15,30 @@ from hot.backends.table import REFERENCE, register_kernel
 TINY = torch.finfo(torch.float32).tiny  # the least scale: 1 / TINY is finite, and a group of zeros gives zeros
 
 
-def rounding_noise(x: Tensor, rounding: str, index: Tensor) -> Tensor:
+def rounding_noise(x: Tensor, rounding: str, pair: Tensor) -> Tensor:
     """The noise u ∈ (0, 1) that ⌊v + u⌋ rounds with, one for each element of x (rows, K), float32, mean ½.
 
-    ``hashed``: (2·h + 1) / 2¹⁷ with h the upper 16 bits of a 32-bit hash of the element's own float32 bits, xor its index
-    row·K + column (int32, mod 2³²; overwritten); the mixer is xxHash32's avalanche. The steps of 2⁻¹⁷ add exactly to
-    |v| ≤ 127, so an integer v stays itself. ``pseudo_stochastic``: (2·m + 1) / 2¹² with m the 11 low bits of the mantissa
-    (NITI, M. Wang et al. 2020). ``stochastic``: torch's generator of the device, which follows torch.manual_seed.
+    ``hashed``: (2·h + 1) / 2¹⁶ with 15 bits h for each of two neighbours along K out of one 32-bit hash: of the float32 bits
+    of the first, xor those of the second with their halves swapped, xor `pair`, which is row·⌈K/2⌉ + ⌊column/2⌋ (int32, mod
+    2³²; overwritten); an odd K ends with a zero. The mixer is xxHash32's avalanche without its first step.
+    ``pseudo_stochastic``: (2·m + 1) / 2¹² with m the 11 low bits of the mantissa (NITI, M. Wang et al. 2020).
+    ``stochastic``: 15 bits of torch's generator of the device, which follows torch.manual_seed.
     """
     if rounding == "stochastic":
-        return torch.rand_like(x, dtype=torch.float32).mul_(2**16).floor_().mul_(2.0**-16).add_(2.0**-17)
+        return torch.rand_like(x, dtype=torch.float32).mul_(2**15).floor_().mul_(2.0**-15).add_(2.0**-16)
     bits = x.to(torch.float32).view(torch.int32)
     if rounding == "pseudo_stochastic":
         return (bits & 0x7FF).to(torch.float32).mul_(2.0**-11).add_(2.0**-12)
-    h = index.bitwise_xor_(bits)
-    h ^= _shift(h, 15)
+    h = pair.bitwise_xor_(bits[:, 0::2])
+    second = bits[:, 1::2]
+    h[:, : second.shape[1]] ^= (second << 16) | _shift(second, 16)
     h *= _i32(0x85EBCA77)  # int32 wraps around: arithmetic mod 2^32
-    h ^= _shift(h, 13)
+    h ^= _shift(h, 15)
     h *= _i32(0xC2B2AE3D)
-    return _shift(h, 16).to(torch.float32).mul_(2.0**-16).add_(2.0**-17)
+    noise = torch.empty_like(bits)
+    noise[:, 0::2] = _shift(h, 17)
+    noise[:, 1::2] = (h ^ _shift(h, 16))[:, : second.shape[1]].bitwise_and_(0x7FFF)
+    return noise.to(torch.float32).mul_(2.0**-15).add_(2.0**-16)
 
 
 def _i32(constant: int) -> int:
@@ -98,9 +103,9 @@ def quantize(
     codes = torch.empty(x.shape, dtype=code_dtype(format), device=x.device)
     for rows, columns in _tiles(x):
         tile = x[rows, columns]
-        index = _index(tile, rows.start, columns.start, x.shape[1]) if rounding == "hashed" else x.new_empty(0)
+        pair = _pairs(tile, rows.start, columns.start, x.shape[1]) if rounding == "hashed" else x.new_empty(0)
         own = inverse[rows if inverse.shape[0] > 1 else slice(None), columns if inverse.shape[1] > 1 else slice(None)]
-        codes[rows, columns] = _codes(tile, own, format, rounding, limit, index)
+        codes[rows, columns] = _codes(tile, own, format, rounding, limit, pair)
     return codes, scale
 
 
@@ -110,7 +115,7 @@ def _tiles(x: Tensor) -> list[tuple[slice, slice]]:
     if torch.compiler.is_compiling() or x.is_cuda or x.numel() <= 2**19:
         return [(slice(0, rows), slice(0, k))]
     if _columns_outermost(x):
-        step = max(2**18 // rows, 1)
+        step = max(2**17 // rows, 1) * 2  # even: two neighbours share a hash
         return [(slice(0, rows), slice(at, min(at + step, k))) for at in range(0, k, step)]
     step = max(2**18 // k, 1)
     return [(slice(at, min(at + step, rows)), slice(0, k)) for at in range(0, rows, step)]
@@ -120,26 +125,26 @@ def _columns_outermost(x: Tensor) -> bool:
     return x.stride(0) < x.stride(1)
 
 
-def _index(tile: Tensor, row: int, column: int, k: int) -> Tensor:
-    """row·K + column of every element, mod 2³² as int32, laid out as the tile is."""
-    rows, columns = (
-        torch.arange(at, at + n, device=tile.device) for at, n in zip((row, column), tile.shape, strict=True)
-    )
+def _pairs(tile: Tensor, row: int, column: int, k: int) -> Tensor:
+    """row·⌈K/2⌉ + ⌊column/2⌋ of every pair of neighbours along K, mod 2³² as int32, laid out as the tile is."""
+    shape, start = (tile.shape[0], -(-tile.shape[1] // 2)), (row, column // 2)
+    rows, columns = (torch.arange(at, at + n, device=tile.device) for at, n in zip(start, shape, strict=True))
+    rows = rows * -(-k // 2)
     if _columns_outermost(tile):
-        return (columns.to(torch.int32)[:, None] + (rows * k).to(torch.int32)).T
-    return (rows * k).to(torch.int32)[:, None] + columns.to(torch.int32)
+        return (columns.to(torch.int32)[:, None] + rows.to(torch.int32)).T
+    return rows.to(torch.int32)[:, None] + columns.to(torch.int32)
 
 
-def _codes(x: Tensor, inverse: Tensor, format: str, rounding: str, limit: float, index: Tensor) -> Tensor:
+def _codes(x: Tensor, inverse: Tensor, format: str, rounding: str, limit: float, pair: Tensor) -> Tensor:
     """The codes of x, given the reciprocal of its scale."""
     v = (x * inverse).clamp_(-limit, limit)
-    u = None if rounding == "nearest" else rounding_noise(x, rounding, index)
+    u = None if rounding == "nearest" else rounding_noise(x, rounding, pair)
     if format in FLOAT8:
         return _round_float8(v, u, FLOAT8[format])
     v = v.nan_to_num_(nan=0.0)
     if format.startswith("log"):
         return _round_log(v, u).to(torch.int8)
-    codes = v.round_() if u is None else v.add_(u).floor_()
+    codes = v.round_() if u is None else v.mul_(2**15).round_().mul_(2.0**-15).add_(u).floor_()
     return codes.clamp_(-limit, limit).to(torch.int8)
 
 
