@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hot.backends import Ops, get_ops
+from hot.backends import AUTO, Ops, get_ops
+from hot.crossover import leaves_exact
 from hot.errors import HotError
 from hot.policies.buffers import UNTRANSFORMED, Raw
 from hot.policies.encode import encode
@@ -25,7 +26,8 @@ from hot.views import LinearView, View, conv2d_view
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan) -> Tensor:
     """F.linear with the backward pass of a plan. x (…, I), weight (O, I), bias (O,) or None → (…, O).
 
-    Raises what F.linear raises, and BackendError where the plan's backend can't serve the tensors.
+    Raises what F.linear raises, and BackendError where the plan's backend can't serve the tensors. Under the backend ``auto``
+    torch's own backward runs where the device's crossover (`hot.crossover`) says that it is faster.
 
     Equals, without gradients: F.linear(x, weight, bias)
     """
@@ -58,6 +60,8 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: 
         return view.forward(x, weight, bias)
     if x.is_complex():
         raise HotError(f"no plan can run on {x.dtype}: leave the layer to torch")
+    if plan.backend == AUTO and leaves_exact(x, weight, plan, view):
+        return view.forward(x, weight, bias)
     return Hot.apply(x, weight, bias, plan, view)
 
 

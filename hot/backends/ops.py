@@ -33,16 +33,23 @@ def projected_length(length: int, block: int, rank: int, prefix: int, tail: str)
 
 
 def bits_of(format: str) -> int:
-    """The code width of an integer format: ``int4`` → 4, ``log4`` → 4; 8 for the float8 formats."""
-    return 8 if format in FLOAT8 else int(format[3:])
+    """The code width of an integer format: ``int4`` → 4, ``log4.e4m3`` → 4; 8 for the float8 formats."""
+    return 8 if format in FLOAT8 else int(format[3])
 
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def code_dtype(format: str) -> torch.dtype:
-    """The dtype of the codes: int8 holds every integer format, one code a byte."""
-    return FLOAT8.get(format, torch.int8)
+    """The dtype of the codes: int8 holds every integer format, one code a byte; ``int4.e4m3`` holds them as float8."""
+    return FLOAT8.get(format.rpartition(".")[2], torch.int8)
+
+
+def in_float8(format: str) -> str | None:
+    """The format that holds the same integer codes as e4m3 floats, or None: its four significant bits are exact for codes
+    of up to 5 bits and for powers of two."""
+    exact = format not in FLOAT8 and (format.startswith("log") or bits_of(format) <= 5)
+    return f"{format}.e4m3" if exact and "." not in format else None
 
 
 def scale_shape(rows: int, k: int, granularity: str, group: int) -> tuple[int, int]:
@@ -110,7 +117,8 @@ def quantize(
     """Codes and scale of an operand: x (rows, K) float → codes (rows, K), scale float32 (`scale_shape`).
 
     format: ``int2`` … ``int8`` (symmetric, ±(2^(b−1) − 1), int8), ``log2`` … ``log4`` (0 and ±2^k for k < 2^(b−1) − 1,
-    int8), ``e4m3``, ``e5m2`` (float8). granularity: one scale per ``tensor``, ``row``, ``token`` (column) or ``block``
+    int8), ``e4m3``, ``e5m2`` (float8); ``int2.e4m3`` … ``int5.e4m3`` and ``log2.e4m3`` … are the same integers, held as
+    float8 for tensor cores that have no 4-bit product. granularity: one scale per ``tensor``, ``row``, ``token`` (column) or ``block``
     (row and `group` columns). The largest magnitude of a group maps to the largest code; with clip = (c₁, c₂) the range is
     c₁·√E[x²] − c₂·E|x| of the group instead, where that lies inside (0, max |x|).
     v = x · (1 / scale), both divisions IEEE float32 (float64 for float64), so that codes are equal bit for bit.

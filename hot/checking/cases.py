@@ -120,6 +120,8 @@ QUANTIZERS = (
     ((7, 64), quantizer("log2", rounding="stochastic")),
     ((4, 41), quantizer("e5m2", rounding="stochastic")),
     ((3, 41), quantizer("int2", "token")),
+    ((5, 137), quantizer("int4.e4m3", rounding="hashed")),
+    ((3, 64), quantizer("log4.e4m3", "tensor")),
     ((3, 41), quantizer("log3", "block", 16)),
     ((4, 341), quantizer("int3", "block", 100, "hashed", (6.94, 6.31))),
     ((1, 1), quantizer("int8", rounding="hashed")),
@@ -152,7 +154,7 @@ def _transform_quantize(s: Source) -> Iterator[tuple[str, Args]]:
     shapes = ((5, 1, 64), (3, 2, 41), (4, 3, 137), (2, 2, 197), (41, 1, 341), (7, 3, 16))
     plans = [(shape, transform) for shape, (_, transform) in zip(shapes, transforms(s), strict=False)]
     plans.append(((6, 2, 41), s.transform(1)))
-    for (shape, transform), (_, how) in zip(cycle(plans), QUANTIZERS[:14], strict=False):
+    for (shape, transform), (_, how) in zip(cycle(plans), QUANTIZERS[:16], strict=False):
         yield "normal", {"x": s.values(shape), **transform, **how}
     for shape in ((1, 1, 1), (0, 1, 64), (3, 0, 41), (3, 2, 0)):
         yield "normal", {"x": s.values(shape), **s.transform(16, 8), **quantizer("int8", rounding="hashed")}
@@ -233,6 +235,8 @@ def _matmul(s: Source) -> Iterator[tuple[str, Args]]:
         ((5, 6, 41), "int8", "int8", token, row),
         ((17, 16, 64), "e4m3", "e4m3", row, row),
         ((3, 4, 197), "e5m2", "e4m3", row, ("block", 128)),
+        ((17, 33, 341), "int4.e4m3", "int4.e4m3", row, row),
+        ((9, 16, 128), "int4.e4m3", "int5.e4m3", row, tensor),
         ((1, 1, 1), "int8", "int8", row, row),
         ((0, 5, 16), "int8", "int8", row, row),
         ((5, 0, 16), "int8", "int8", row, row),

@@ -82,7 +82,7 @@ def levels(format: str) -> Tensor:
             for bits in range(1, finite)
         ]
     else:
-        count = 2 ** (int(format[3:]) - 1) - 1
+        count = 2 ** (int(format[3]) - 1) - 1
         positive = [2.0**i if format.startswith("log") else i + 1.0 for i in range(count)]
     return torch.tensor([*(-p for p in reversed(positive)), 0.0, *positive], dtype=torch.float64)
 

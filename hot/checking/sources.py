@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hot.backends.ops import FLOAT8
+from hot.backends.ops import code_dtype
 from hot.checking.oracles import levels
 from hot.hadamard import random_signs, sequency_order
 
@@ -78,7 +78,7 @@ class Source:
         pick = torch.randint(0, len(table), shape, generator=self.generator, device="cpu")
         if extreme:
             pick = (torch.arange(shape[0], device="cpu") % 2 * (len(table) - 1))[:, None].expand(shape)
-        return self.place(table[pick].to(FLOAT8.get(format, torch.int8)))
+        return self.place(table[pick].to(code_dtype(format)))
 
     def scales(self, shape: tuple[int, int]) -> Tensor:
         """Positive float32 scales."""

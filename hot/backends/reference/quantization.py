@@ -143,9 +143,9 @@ def _codes(x: Tensor, inverse: Tensor, format: str, rounding: str, limit: float,
         return _round_float8(v, u, FLOAT8[format])
     v = v.nan_to_num_(nan=0.0)
     if format.startswith("log"):
-        return _round_log(v, u).to(torch.int8)
+        return _round_log(v, u).to(code_dtype(format))
     codes = v.round_() if u is None else v.mul_(2**15).round_().mul_(2.0**-15).add_(u).floor_()
-    return codes.clamp_(-limit, limit).to(torch.int8)
+    return codes.clamp_(-limit, limit).to(code_dtype(format))
 
 
 def _largest_code(format: str) -> float:
