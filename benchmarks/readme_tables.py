@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 
@@ -61,12 +62,129 @@ def backward_table() -> str:
     return "\n".join(lines)
 
 
+def machine(rows: list[dict[str, str]]) -> str:
+    """Where some rows were measured."""
+    first = rows[0]
+    return f"{first['device']}, torch {first['torch'].split('+')[0]}"
+
+
+def kernels_table() -> str:
+    """Every kernel's least traffic over the bandwidth of a copy, and the products' speed over torch's."""
+    rows = {(row["op"], row["case"], row["backend"]): row for row in read("kernels_h200")}
+    lines = [
+        f"| op | case, {machine([*rows.values()])} | backend | p50 | speed | against | reference backend |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (op, case, backend), row in rows.items():
+        reference = rows.get((op, case, "reference"))
+        if row["reason"] or row is reference:
+            continue
+        if op == "matmul":
+            speed, against = f"{float(row['tflops']):.0f} TFLOP/s", f"{float(row['vs_torch']):.2f}× torch's bf16"
+        else:
+            speed, against = f"{float(row['gb_per_s']):.0f} GB/s", f"{100 * float(row['vs_copy']):.0f} % of a copy"
+        times = [figure(each, "p50_ms", "{:.3f} ms") for each in (row, reference)]
+        lines.append(f"| `{op}` | {case} | {backend} | {times[0]} | {speed} | {against} | {times[1]} |")
+    return "\n".join(lines)
+
+
+def by_layer(rows: list[dict[str, str]]) -> dict[str, dict[tuple[str, str, str], dict[str, str]]]:
+    """The rows of every layer by (candidate, pass, mode); of rows that were measured again, the last."""
+    found: dict[str, dict[tuple[str, str, str], dict[str, str]]] = {}
+    for row in rows:
+        found.setdefault(row["layer"], {})[row["candidate"], row["what"], row["mode"]] = row
+    return found
+
+
+def figure(row: dict[str, str] | None, column: str, form: str = "{:.2f}", scale: float = 1.0) -> str:
+    """A number of a row, or a dash where there is none."""
+    return form.format(scale * float(row[column])) if row and row[column] else "–"
+
+
+def layers_table() -> str:
+    """Backward of the linear layers of an LLM and a ViT, against dense in three precisions and other libraries."""
+    rows = [row for name in ("layers_llm_h200", "layers_vit_h200") if exists(name) for row in read(name)]
+    columns = (
+        "`hot` | × bf16 | × TF32 | × FP32 | torchao float8 | torchao int8 | two int8 products | packing in forward"
+    )
+    lines = [f"| backward of (T, O, I), {machine(rows)} | bf16 | {columns} |", "| --- " * 10 + "|"]
+    for name, of in by_layer(rows).items():
+        hot, dense = of["hot", "backward", "eager"], of["bf16", "backward", "eager"]
+        cells = [
+            f"{name} ({hot['tokens']}, {hot['outputs']}, {hot['inputs']})",
+            figure(dense, "p50_ms", "{:.2f} ms"),
+            figure(hot, "p50_ms", "{:.2f} ms"),
+            *(figure(hot, f"vs_{base}") for base in ("bf16", "tf32", "fp32")),
+            *(
+                figure(of.get((peer, "backward", "eager")), "vs_bf16", "{:.2f}×")
+                for peer in ("torchao float8", "torchao int8")
+            ),
+            figure(of.get(("torch._int_mm", "backward", "eager")), "p50_ms", "{:.2f} ms"),
+            figure(of.get(("hot", "forward", "eager")), "packing_share", "{:.0f} %", 100),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def latency_table() -> str:
+    """Backward of single layers at batch 1 in µs, eager and as a CUDA graph, beside what the paper has."""
+    rows = read("layers_latency_h200")
+    columns = "FP32 → `hot`, eager | × | FP32 → bf16 → `hot`, CUDA graph | × FP32 | published, RTX 3090 | × |"
+    lines = [f"| (L, O, I), µs, {machine(rows)} | {columns}", "| --- " * 7 + "|"]
+    for name, of in by_layer(rows).items():
+        eager, graph = ([of.get((c, "backward", mode)) for c in ("fp32", "bf16", "hot")] for mode in ("eager", "graph"))
+        micro = [[figure(row, "p50_ms", "{:.0f}", 1e3) for row in rows] for rows in (eager, graph)]
+        fp, hot = (float(of["hot", "backward", "eager"][f"published_{which}_us"]) for which in ("fp", "hot"))
+        cells = [
+            name,
+            f"{micro[0][0]} → {micro[0][2]}",
+            figure(eager[2], "vs_fp32"),
+            " → ".join(micro[1]),
+            figure(graph[2], "vs_fp32"),
+            f"{fp:.0f} → {hot:.0f}",
+            f"{fp / hot:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def resnet_table() -> str:
+    """Backward of the convolutions of ResNet-50, against cuDNN's."""
+    rows = read("layers_resnet50_h200")
+    lines = [
+        f"| convolution, channels, size / stride, {machine(rows)} | times | cuDNN, bf16 | `hot` | against bf16 |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, of in by_layer(rows).items():
+        hot, dense = of["hot", "backward", "eager"], of["bf16", "backward", "eager"]
+        times = [figure(row, "p50_ms", "{:.2f} ms") for row in (dense, hot)]
+        lines.append(f"| {name} | {hot['count']} | {times[0]} | {times[1]} | {figure(hot, 'vs_bf16', '{:.2f}×')} |")
+    return "\n".join(lines)
+
+
+def exists(name: str) -> bool:
+    """Whether there is a results file of that name."""
+    return (RESULTS / f"{name}.csv").exists()
+
+
+TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
+    "accuracy-table": (accuracy_table, tuple(EXPERIMENTS)),
+    "backward-table": (backward_table, ("linear_backward_cpu",)),
+    "kernels-table": (kernels_table, ("kernels_h200",)),
+    "layers-table": (layers_table, ("layers_llm_h200", "layers_vit_h200")),
+    "latency-table": (latency_table, ("layers_latency_h200",)),
+    "resnet-table": (resnet_table, ("layers_resnet50_h200",)),
+}
+"""Marker → what writes the table, and the results it needs, any of which will do."""
+
+
 def render(readme: str) -> str:
-    """README with its tables written anew between their markers."""
-    for marker, table in (("accuracy-table", accuracy_table()), ("backward-table", backward_table())):
-        readme = re.sub(
-            rf"(<!-- {marker} -->\n).*?(\n<!-- /{marker} -->)", lambda m, t=table: m[1] + t + m[2], readme, flags=re.S
-        )
+    """README with its tables written anew between their markers, where there are results for them."""
+    for marker, (table, needs) in TABLES.items():
+        if f"<!-- {marker} -->" in readme and any(map(exists, needs)):
+            text = table() + "\n"
+            between = rf"(?<=<!-- {marker} -->\n).*?(?=<!-- /{marker} -->)"
+            readme = re.sub(between, lambda _, text=text: text, readme, flags=re.S)
     return readme
 
 

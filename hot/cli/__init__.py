@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from hot.cli.bench import bench
 from hot.cli.calibrate import calibrate
 from hot.cli.check import check
 from hot.cli.info import info
@@ -35,6 +36,7 @@ app.command("train")(train)
 app.command("plan")(plan)
 app.command("calibrate")(calibrate)
 app.command("check")(check)
+app.add_typer(bench, name="bench")
 app.command("list")(listing)
 app.command("info")(info)
 
