@@ -127,6 +127,8 @@ def settled(device: torch.device) -> Iterator[None]:
         stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         stack.enter_context(crossover.off())
         stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
-        if device.type == "cuda":  # cuDNN chooses by trying, and keeps float32 what it is
-            stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False))
+        if device.type == "cuda":  # cuDNN chooses by trying, and its float32 is float32
+            for flag, value in {"benchmark": True, "allow_tf32": False}.items():
+                stack.callback(setattr, torch.backends.cudnn, flag, getattr(torch.backends.cudnn, flag))
+                setattr(torch.backends.cudnn, flag, value)
         yield

@@ -87,7 +87,9 @@ def has_kernel(ops: Ops, op: str) -> bool:
 
 def serves(ops: Ops, op: str, args: Args) -> bool:
     """Whether a backend's own kernel takes these arguments, or the reference's composition."""
-    return any(kernel.supports(**args) for kernel in ops.kernels[op]) or (ops.backend == REFERENCE and has_kernel(ops, op))
+    return any(kernel.supports(**args) for kernel in ops.kernels[op]) or (
+        ops.backend == REFERENCE and has_kernel(ops, op)
+    )
 
 
 def _measure(
