@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hot.backends import ops as ops  # declares every op
+from hot.backends import triton as triton  # the package, which imports no Triton
 from hot.backends.table import (
     AUTO,
     OPS,
@@ -33,5 +34,6 @@ register_backend(
         probe=lambda: (True, f"plain torch {torch.__version__}"),
     )
 )
+register_backend(Backend("triton", devices=triton.devices(), probe=triton.probe, load=triton.load, priority=10))
 
 from hot.backends import reference as reference  # noqa: E402  registers the reference kernels

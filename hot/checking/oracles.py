@@ -129,10 +129,9 @@ def noise(x: Tensor, rounding: str) -> Tensor:
     bits = torch.cat([bits, torch.zeros(rows, k % 2, dtype=torch.int64)], 1).unflatten(1, (-1, 2))
     first, second = bits[..., 0], bits[..., 1]
     h = (torch.arange(first.numel()).view(first.shape) & 0xFFFFFFFF) ^ first
-    h = h ^ (second << 16 & 0xFFFFFFFF) ^ (second >> 16)
-    h = (h * 0x85EBCA77) & 0xFFFFFFFF
+    h = (h * 0x85EBCA77 + second * 0x9E3779B1) & 0xFFFFFFFF
     h = ((h ^ (h >> 15)) * 0xC2B2AE3D) & 0xFFFFFFFF
-    shares = torch.stack([h >> 17, (h ^ (h >> 16)) & 0x7FFF], 2).flatten(1)[:, :k]
+    shares = torch.stack([h >> 17, h & 0x7FFF], 2).flatten(1)[:, :k]
     return ((2 * shares + 1).double() / 2**16).float()
 
 

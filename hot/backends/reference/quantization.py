@@ -18,9 +18,9 @@ TINY = torch.finfo(torch.float32).tiny  # the least scale: 1 / TINY is finite, a
 def rounding_noise(x: Tensor, rounding: str, pair: Tensor) -> Tensor:
     """The noise u ∈ (0, 1) that ⌊v + u⌋ rounds with, one for each element of x (rows, K), float32, mean ½.
 
-    ``hashed``: (2·h + 1) / 2¹⁶ with 15 bits h for each of two neighbours along K out of one 32-bit hash: of the float32 bits
-    of the first, xor those of the second with their halves swapped, xor `pair`, which is row·⌈K/2⌉ + ⌊column/2⌋ (int32, mod
-    2³²; overwritten); an odd K ends with a zero. The mixer is xxHash32's avalanche without its first step.
+    ``hashed``: (2·h + 1) / 2¹⁶ with the upper and the lower 15 bits of one 32-bit hash for two neighbours along K, of float32
+    bits first and second: h = (first ^ pair)·C₁ + second·C₃, then h = (h ^ h >> 15)·C₂, with xxHash32's primes. `pair` is
+    row·⌈K/2⌉ + ⌊column/2⌋ (int32, mod 2³²; overwritten); an odd K ends with a zero.
     ``pseudo_stochastic``: (2·m + 1) / 2¹² with m the 11 low bits of the mantissa (NITI, M. Wang et al. 2020).
     ``stochastic``: 15 bits of torch's generator of the device, which follows torch.manual_seed.
     """
@@ -31,13 +31,13 @@ def rounding_noise(x: Tensor, rounding: str, pair: Tensor) -> Tensor:
         return (bits & 0x7FF).to(torch.float32).mul_(2.0**-11).add_(2.0**-12)
     h = pair.bitwise_xor_(bits[:, 0::2])
     second = bits[:, 1::2]
-    h[:, : second.shape[1]] ^= (second << 16) | _shift(second, 16)
     h *= _i32(0x85EBCA77)  # int32 wraps around: arithmetic mod 2^32
+    h[:, : second.shape[1]] += second * _i32(0x9E3779B1)
     h ^= _shift(h, 15)
     h *= _i32(0xC2B2AE3D)
     noise = torch.empty_like(bits)
     noise[:, 0::2] = _shift(h, 17)
-    noise[:, 1::2] = (h ^ _shift(h, 16))[:, : second.shape[1]].bitwise_and_(0x7FFF)
+    noise[:, 1::2] = h[:, : second.shape[1]] & 0x7FFF
     return noise.to(torch.float32).mul_(2.0**-15).add_(2.0**-16)
 
 

@@ -26,13 +26,12 @@ def pair_noise(first_bits, second_bits, pair_index):
     first_bits, second_bits: their `float_bits`, the second 0 beyond an odd K. pair_index: row·⌈K/2⌉ + ⌊column/2⌋, of which the
     low 32 bits count, int32 or int64.
     """
-    # h = index ^ first ^ rotate(second, 16), then xxHash32's avalanche without its first step
-    second = second_bits.to(tl.uint32, bitcast=True)
-    h = pair_index.to(tl.uint32) ^ first_bits.to(tl.uint32, bitcast=True) ^ (second << 16) ^ (second >> 16)
-    h *= 0x85EBCA77
+    # h = (first ^ index)·C₁ + second·C₃, h = (h ^ h >> 15)·C₂: multiplications, for shifts and logic are what a GPU has least of
+    h = (pair_index.to(tl.uint32) ^ first_bits.to(tl.uint32, bitcast=True)) * 0x85EBCA77
+    h += second_bits.to(tl.uint32, bitcast=True) * 0x9E3779B1
     h ^= h >> 15
     h *= 0xC2B2AE3D
-    return (h >> 17).to(tl.int32), ((h ^ (h >> 16)) & 0x7FFF).to(tl.int32)
+    return (h >> 17).to(tl.int32), (h & 0x7FFF).to(tl.int32)
 
 
 @triton.jit
