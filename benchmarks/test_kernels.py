@@ -36,7 +36,7 @@ def test_kernel(benchmark, ops, op, make) -> None:
     args = make()
     if not serves(ops, op, args):
         pytest.skip("the kernel does not take these arguments")
-    kernel = partial(getattr(ops, op), **args)
+    kernel = partial(getattr(ops, op), *args)
 
     def call() -> None:
         kernel()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hot.backends import OPS
 from hot.backends.ops import bits_of, code_dtype, in_float8, scale_shape
 from hot.policies.quantizers import Int, Rounding
 from hot.policies.transforms import Hadamard, HadamardLowRank, NoTransform
 
 Args = dict[str, Any]
-Case = tuple[str, Callable[[], Args]]
-"""What a call stands for in a step, and what makes its arguments, by the names of the op's signature."""
+Case = tuple[str, Callable[[], tuple[Any, ...]]]
+"""What a call stands for in a step, and what makes its arguments, in the order of the op's signature."""
 
 FULL, LOW = Hadamard().spec, HadamardLowRank().spec
 BLOCK = Int(bits=8, granularity="block", block=128).spec
@@ -84,7 +87,7 @@ def cases(op: str, s: Inputs) -> list[Case]:
     t, w = s.tokens, s.width
     draw: Args = {"draw": None}
     float32 = torch.float32
-    known: dict[str, list[Case]] = {
+    known: dict[str, list[tuple[str, Callable[[], Args]]]] = {
         "hadamard": [("outputs", lambda: {"x": s.grad(), "block": 16})],
         "project": [
             ("outputs", lambda: {"x": s.grad(), **FULL, **draw}),
@@ -126,4 +129,9 @@ def cases(op: str, s: Inputs) -> list[Case]:
             ("block 128", lambda: _both(s.grad().unsqueeze(0), BLOCK, BLOCK)),
         ],
     }  # fmt: skip
-    return known.get(op, [])
+    return [(name, partial(_in_order, op, make)) for name, make in known.get(op, [])]
+
+
+def _in_order(op: str, make: Callable[[], Args]) -> tuple[Any, ...]:
+    args = make()
+    return tuple(args[name] for name in signature(OPS[op].fake).parameters)

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hot.backends import OPS, REFERENCE, Ops, backends, ops_for
-from hot.bench.cases import Args, Inputs, cases
+from hot.bench.cases import Inputs, cases
 from hot.bench.timing import Call, Candidate, Failed, copy_candidate, measure, sets_for
 from hot.errors import HotError, UnknownNameError, did_you_mean
 
@@ -85,9 +86,9 @@ def has_kernel(ops: Ops, op: str) -> bool:
     return bool(ops.kernels[op]) or (ops.backend == REFERENCE and OPS[op].composition is not None)
 
 
-def serves(ops: Ops, op: str, args: Args) -> bool:
+def serves(ops: Ops, op: str, args: Sequence[Any]) -> bool:
     """Whether a backend's own kernel takes these arguments, or the reference's composition."""
-    return any(kernel.supports(**args) for kernel in ops.kernels[op]) or (
+    return any(kernel.supports(*args) for kernel in ops.kernels[op]) or (
         ops.backend == REFERENCE and has_kernel(ops, op)
     )
 
@@ -95,7 +96,7 @@ def serves(ops: Ops, op: str, args: Args) -> bool:
 def _measure(
     op: str,
     case: str,
-    make: Callable[[], Args],
+    make: Callable[[], tuple[Any, ...]],
     able: Mapping[str, Ops],
     inputs: Inputs,
     copy: Candidate,
@@ -109,10 +110,10 @@ def _measure(
     sets = [first, *(make() for _ in range(sets_for(moved, inputs.device) - 1))]
 
     def kernel(ops: Ops) -> Candidate:
-        return lambda number: partial(getattr(ops, op), **sets[number])
+        return lambda number: partial(getattr(ops, op), *sets[number])
 
     def product(number: int) -> Call:
-        (m, k), n = sets[number]["a"].shape, sets[number]["b"].shape[0]
+        (m, k), n = sets[number][0].shape, sets[number][3].shape[0]
         return partial(torch.mm, inputs.values(m, k), inputs.values(n, k).T)
 
     yardstick = {"": product if op == "matmul" else copy}
@@ -127,15 +128,15 @@ def _measure(
             continue
         row = Row(*where, found.p20, found.p50, found.p80)
         if op == "matmul":
-            flop = 2 * first["a"].numel() * first["b"].shape[0]
+            flop = 2 * first[0].numel() * first[3].shape[0]
             yield replace(row, tflops=flop / found.p50 / 1e9, vs_torch=limit.p50 / found.p50)
         else:
             speed = moved / found.p50 / 1e6
             yield replace(row, gb_per_s=speed, vs_copy=speed / (copied / limit.p50 / 1e6))
 
 
-def least_bytes(op: str, args: Args) -> int:
+def least_bytes(op: str, args: Sequence[Any]) -> int:
     """The bytes of every tensor that an op is given, and of those that its fake promises."""
-    result = OPS[op].fake(**args)
+    result = OPS[op].fake(*args)
     outputs = result if isinstance(result, tuple) else (result,)
-    return sum(t.numel() * t.element_size() for t in (*args.values(), *outputs) if isinstance(t, Tensor))
+    return sum(t.numel() * t.element_size() for t in (*args, *outputs) if isinstance(t, Tensor))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import cycle, islice
 
 import torch
@@ -24,6 +25,8 @@ WARM_UP = 3
 """Calls before anything is timed: kernels are compiled, tuned and loaded then."""
 SHORTEST = 2.0
 """Milliseconds that one measurement should last; a shorter call is repeated in it."""
+LONG = 20.0
+"""Milliseconds of a call beside which the launch of its first kernel is nothing."""
 MOST_COPIES = 200
 MOST_SETS = 64
 
@@ -122,9 +125,10 @@ class _Loop:
         calls = [candidate(number) for number in range(sets)]
         for call in islice(cycle(calls), max(sets, WARM_UP)):
             call()
-        self.turns, self.copies = cycle(calls), 1
+        self.turns, self.copies, self.is_long = cycle(calls), 1, False
         self.run: Call = self._once_through
-        self.copies = min(max(math.ceil(SHORTEST / max(self.time(), 1e-6)), 1), MOST_COPIES)
+        once = self.time()
+        self.copies, self.is_long = min(max(math.ceil(SHORTEST / max(once, 1e-6)), 1), MOST_COPIES), once > LONG
         if graph:
             self.copies = math.ceil(self.copies / sets) * sets  # every set, each as often
             self.run = self._captured(calls)
@@ -137,7 +141,8 @@ class _Loop:
             return (self.now() - start) * 1e3 / self.copies
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        (self.run if self.copies > 1 else next(self.turns))()  # busies the device, so that no launch is waited for
+        if not self.is_long:  # busies the device, so that no launch is waited for
+            (self.run if self.copies > 1 else next(self.turns))()
         begin.record()
         self.run()
         end.record()
@@ -164,9 +169,15 @@ def _own_stream(device: torch.device) -> Iterator[None]:
         return
     with torch.cuda.device(device):
         torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(_stream(torch.cuda.current_device())):
             yield
         torch.cuda.synchronize()
+
+
+@cache
+def _stream(index: int) -> torch.cuda.Stream:
+    """Always the same one: memory that was freed on a stream is kept for it."""
+    return torch.cuda.Stream(index)
 
 
 def copy_candidate(device: torch.device, size: int | None = None) -> tuple[Candidate, int]:

@@ -107,6 +107,20 @@ def test_graphs_and_devices_that_are_not_there() -> None:
     assert place("cpu") == CPU and sets_for(1, CPU) == 1
 
 
+@pytest.mark.gpu
+def test_eager_calls_and_graphs_on_cuda() -> None:
+    """Both run every set, a graph each as often. No time is asserted."""
+    device = place("cuda")
+    totals = torch.zeros(3, device=device)
+    for graph in (False, True):
+        before = totals.clone()
+        found = measure({"add": lambda number: lambda: totals[number].add_(1)}, device, sets=3, repeats=5, graph=graph)
+        assert isinstance(found["add"], Timing) and 0 < found["add"].p20 <= found["add"].p80
+        calls = totals - before
+        assert calls.min() > 5 and calls.max() - calls.min() <= 1
+    assert sets_for(1, device) == timing.MOST_SETS and sets_for(2**40, device) == 1
+
+
 def test_copy_bandwidth_counts_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "measure", lambda candidates, device: {"copy": Timing(1.0, 2.0, 3.0)})
     assert copy_bandwidth(CPU) == 2 * 2**26 / 2e-3
