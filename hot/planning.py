@@ -1,20 +1,23 @@
-"""What `hot plan` shows: the plan of every layer, who decided it, and the bytes that its input costs before and after.
+"""What `hot plan` shows: the plan of every layer, who decided it, what serves its products, whether the crossover leaves it
+exact, and the bytes that its input costs before and after.
 
 The bytes are those of the executor's own saving code, run on meta tensors: exact, without memory or time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from hot.backends import ops_for
+import hot.backends
+from hot.backends import AUTO, REFERENCE, get_ops
 from hot.convert import view_of
-from hot.errors import HotError
+from hot.crossover import Point, Verdict, judge
+from hot.errors import BackendError, HotError
 from hot.executor import keep
 from hot.policies.plan import GradInputPlan, GradWeightPlan, LayerPlan, Skip, product_kind
 from hot.policies.resolve import Resolution, resolve_detailed
@@ -23,11 +26,16 @@ from hot.policies.schema import Policy
 
 @dataclass(frozen=True)
 class Row:
-    """One layer of the table. before, after: bytes of its input that torch and the plan save; None if it never ran."""
+    """One layer of the table. before, after: bytes of its input that torch and the plan save; None if it never ran.
+
+    products: how each path's runs, empty for a Skip; verdict: what the crossover says, if it knows the layer and ever ran it.
+    """
 
     resolution: Resolution
-    before: int | None
-    after: int | None
+    products: dict[str, str]
+    before: int | None = None
+    after: int | None = None
+    verdict: Verdict | None = None
 
     @property
     def name(self) -> str:
@@ -52,24 +60,54 @@ class Row:
             "plan": plan.to_dict() if isinstance(plan, LayerPlan) else None,
             "skip": plan.reason if isinstance(plan, Skip) else None,
             "decided_by": self.resolution.decided_by,
+            "products": self.products or None,
+            "crossover": asdict(self.verdict) if self.verdict else None,
             "saved_before": self.before,
             "saved_after": self.after,
         }
 
 
-def plan_rows(policy: Policy, model: nn.Module, sample: Tensor | None = None) -> list[Row]:
+def plan_rows(
+    policy: Policy,
+    model: nn.Module,
+    sample: Tensor | None = None,
+    *,
+    device: str = "cpu",
+    points: Sequence[Point] = (),
+) -> list[Row]:
     """The table of a policy and a model. sample: an input, of which only shape and dtype count; without it, no bytes.
 
+    device: the torch device type whose kernels are named; points: the crossover table that counts, if there is a sample.
     The model's parameters are on the meta device afterwards if a sample is given. Raises PolicyError as `resolve` does, and
     HotError if the model can't take the sample.
     """
     resolutions = resolve_detailed(policy, model)
-    bytes_of = {} if sample is None else _saved_bytes(model, resolutions, sample)
-    return [Row(resolution, *bytes_of.get(name, (None, None))) for name, resolution in resolutions.items()]
+    ran = {} if sample is None else _run(model, resolutions, sample, points)
+    rows = []
+    for name, resolution in resolutions.items():
+        before, after, verdict = ran.get(name, (None, None, None))
+        rows.append(Row(resolution, _products(resolution.plan, verdict, device), before, after, verdict))
+    return rows
 
 
-def _saved_bytes(model: nn.Module, resolutions: dict[str, Resolution], sample: Tensor) -> dict[str, tuple[int, int]]:
-    """(before, after) of every layer that the model runs; what layers share counts for the first."""
+def _products(plan: LayerPlan | Skip, verdict: Verdict | None, device: str) -> dict[str, str]:
+    """How the products of a row run, by path."""
+    if isinstance(plan, Skip):
+        return {}
+    if verdict and verdict.leaves_exact:
+        return dict.fromkeys(_PATHS, "torch")
+    try:
+        stages = serving(plan, device)
+    except BackendError:  # a plan for another machine can be looked at as well
+        return dict.fromkeys(_PATHS, f"{plan.backend}, missing here")
+    return {path: stages[f"{path} product"] for path in _PATHS}
+
+
+def _run(
+    model: nn.Module, resolutions: dict[str, Resolution], sample: Tensor, points: Sequence[Point]
+) -> dict[str, tuple[int, int, Verdict | None]]:
+    """(before, after, verdict) of every layer that the model runs. What layers share counts for the first; of a layer that
+    runs more than once, a verdict that leaves it exact counts."""
     seen: dict[int, Tensor] = {}  # holds what was counted, so that an id stays one tensor's
 
     def count(tensors: tuple[Tensor, ...]) -> int:
@@ -77,7 +115,7 @@ def _saved_bytes(model: nn.Module, resolutions: dict[str, Resolution], sample: T
         seen.update((id(t), t) for t in new)
         return sum(t.numel() * t.element_size() for t in new)
 
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, tuple[int, int, Verdict | None]] = {}
     with _inputs(model.to("meta"), resolutions) as inputs:
         try:
             model(sample.to("meta"))
@@ -87,15 +125,19 @@ def _saved_bytes(model: nn.Module, resolutions: dict[str, Resolution], sample: T
             ) from error
     for name, x in inputs:
         module, plan = resolutions[name].layer.module, resolutions[name].plan
+        view, verdict = view_of(module), None
+        if isinstance(plan, LayerPlan) and plan.backend == AUTO:
+            verdict = judge(points, x.shape, x.dtype, module.weight.shape, plan, view)
         if not module.weight.requires_grad:
             before = after = 0
-        elif isinstance(plan, Skip):
+        elif isinstance(plan, Skip) or (verdict and verdict.leaves_exact):
             before = after = count((x,))
         else:
             before = count((x,))
-            after = count(keep(x, x.dtype, plan, view_of(module)))
-        known = found.get(name, (0, 0))
-        found[name] = known[0] + before, known[1] + after
+            after = count(keep(x, x.dtype, plan, view))
+        known = found.get(name, (0, 0, None))
+        kept = known[2] if known[2] and known[2].leaves_exact else verdict
+        found[name] = known[0] + before, known[1] + after, kept
     return found
 
 
@@ -112,9 +154,15 @@ def _inputs(model: nn.Module, resolutions: dict[str, Resolution]) -> Iterator[li
         yield calls
 
 
+_PATHS = "grad_input", "grad_weight"
+
+
 def serving(plan: LayerPlan, device: str) -> dict[str, str]:
-    """Which kernel on which backend is tried first for each stage of a plan on a device type, and how each product runs."""
-    ops = ops_for(plan.backend, device)
+    """Which kernel on which backend is tried first for each stage of a plan on a device type, and how each product runs.
+
+    Raises BackendError if the plan names a backend that is missing here or not for that device.
+    """
+    ops = get_ops(plan.backend, device)
 
     def operand(op: str) -> str:
         served = ops.serving(op)
@@ -125,8 +173,8 @@ def serving(plan: LayerPlan, device: str) -> dict[str, str]:
         )
 
     def product(path: GradInputPlan | GradWeightPlan) -> str:
-        kind = product_kind(path)
-        return kind if kind in ("torch", "float") else f"{kind}, {ops.serving('matmul')} matmul"
+        backend = ops.serving("matmul")
+        return product_text(product_kind(path), backend, _product_note(backend, path, device))
 
     both = ops.serving("grad_output_operands")
     return {
@@ -136,3 +184,18 @@ def serving(plan: LayerPlan, device: str) -> dict[str, str]:
         "grad_input product": product(plan.grad_input),
         "grad_weight product": product(plan.grad_weight),
     }
+
+
+def product_text(kind: str, backend: str, note: str) -> str:
+    """``integer, reference``, with what the backend says of it behind a colon; the kind alone where torch multiplies floats."""
+    if kind in ("torch", "float"):
+        return kind
+    return f"{kind}, {backend}: {note}" if note else f"{kind}, {backend}"
+
+
+def _product_note(backend: str, path: GradInputPlan | GradWeightPlan, device: str) -> str:
+    """How a backend multiplies codes of a path's formats, where it has more to say than its name: "" else."""
+    note = getattr(hot.backends, "product_note", None)
+    if note is None or backend == REFERENCE:
+        return ""
+    return note(tuple(spec["format"] if (spec := q.spec) else q.kind for q in path.quantizers), device)

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 import hot
+from hot import backends, crossover
+from hot.crossover import Point
 from hot.memory import saved_bytes
-from hot.planning import plan_rows, serving
+from hot.planning import Row, plan_rows, product_text, serving
 from hot.train.models import build_model
 
 
@@ -57,8 +59,95 @@ def test_names_the_input_that_a_model_cannot_take() -> None:
 def test_serving_names_the_kernels() -> None:
     plan = hot.resolve(hot.load_policy("hot"), Attention())["q"]
     stages = serving(plan, "cpu")
-    assert stages["grad_input product"] == "integer, reference matmul"
+    assert stages["grad_input product"] == "integer, reference"
     assert "reference" in stages["grad_output"]
+
+
+def test_products_say_who_runs_them_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {row.name: row for row in plan_rows(hot.load_policy("hlq"), Attention())}
+    assert rows["q"].products == dict.fromkeys(("grad_input", "grad_weight"), "integer, reference")
+    exact = hot.Policy(extends="hot", rules=[{"match": "q", "policy": "exact"}])
+    assert plan_rows(exact, Attention())[2].products == {}
+    lbp = {row.name: row for row in plan_rows(hot.load_policy("lbp-wht"), Attention())}
+    assert set(lbp["q"].products.values()) == {"float"}
+
+    asked = []
+    monkeypatch.setattr(backends, "product_note", lambda *what: asked.append(what) or "by a note", raising=False)
+    assert serving(rows["q"].resolution.plan, "cpu")["grad_input product"] == "integer, reference"  # has nothing to add
+    monkeypatch.setattr(backends.Ops, "serving", lambda self, op: "theirs")
+    stages = serving(rows["q"].resolution.plan, "cpu")
+    assert stages["grad_input product"] == "integer, theirs: by a note"
+    assert asked == [(("int4", "int4"), "cpu"), (("int8", "int4"), "cpu")]
+    assert product_text("float", "theirs", "by a note") == "float"
+
+
+def test_a_plan_for_another_machine_can_be_looked_at() -> None:
+    hot.register_backend(hot.Backend("absent", devices=("cuda",), probe=lambda: (False, "no such device")))
+    try:
+        rows = {row.name: row for row in plan_rows(hot.Policy(extends="hot", backend="absent"), Attention())}
+        assert set(rows["q"].products.values()) == {"absent, missing here"}
+    finally:
+        backends.backends.remove("absent")
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """A crossover of this CPU for the plans of `hot`: q, k and v are left exact, the 1×1 convolution is not."""
+    monkeypatch.setenv("HOT_CACHE", str(tmp_path))
+    monkeypatch.setattr(crossover, "_is_off", False)
+    plans = hot.resolve(hot.load_policy("hot"), Attention())
+    points = [
+        Point("linear", str(plans["q"]), "float32", 162, 32, 32, 0.5),
+        Point("linear", str(plans["q"]), "bfloat16", 162, 32, 32, 1.5),
+        Point("conv1x1", str(plans["point"]), "float32", 162, 32, 32, 1.5),
+    ]
+    crossover.write(points, crossover.name_of(torch.device("cpu")))
+    yield points
+    crossover.forget()
+
+
+@pytest.mark.filterwarnings("ignore::hot.crossover.CrossoverWarning")
+def test_bytes_of_what_the_crossover_leaves_exact(table: list[Point]) -> None:
+    class Contiguous(Attention):  # else torch copies x for each of q, k and v
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.point(self.embed(x)).flatten(2).transpose(1, 2).contiguous()
+            return self.q(x) * self.k(x) * self.v(x)
+
+    policy, sample, model = hot.load_policy("hot"), torch.randn(2, 3, 18, 18), Contiguous()
+    hot.convert(model, policy)
+    measured = saved_bytes(model, lambda: model(sample)).layers
+    rows = {row.name: row for row in plan_rows(policy, Contiguous(), sample, points=table)}
+    assert {name: row.after or 0 for name, row in rows.items()} == measured
+    assert rows["q"].after == rows["q"].before == 2 * 81 * 32 * 4 and rows["k"].after == 0
+    assert rows["point"].after < rows["point"].before
+
+
+def test_rows_say_what_the_crossover_leaves_exact(table: list[Point]) -> None:
+    def look(**changes: object) -> dict[str, Row]:
+        policy, sample = hot.Policy(extends="hot", **changes), torch.randn(2, 3, 18, 18)
+        return {row.name: row for row in plan_rows(policy, Attention(), sample, points=table)}
+
+    rows = look()
+    assert rows["q"].verdict.leaves_exact and rows["q"].verdict.nearest == table[0]
+    assert rows["q"].products == dict.fromkeys(("grad_input", "grad_weight"), "torch")
+    assert rows["q"].to_dict()["crossover"]["nearest"]["ratio"] == 0.5
+    assert not rows["point"].verdict.leaves_exact and rows["point"].products["grad_input"] == "integer, reference"
+    assert rows["embed"].verdict is None and rows["embed"].to_dict()["crossover"] is None  # nothing was measured
+    assert all(row.verdict is None for row in look(backend="reference").values())
+
+
+def test_of_a_layer_that_runs_twice_the_smaller_run_is_told(table: list[Point]) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.q(self.q(x)[:100])
+
+    points = [*table, Point("linear", table[0].plan, "float32", 200, 32, 32, 1.5)]
+    (row,) = plan_rows(hot.load_policy("hot"), Twice(), torch.empty(200, 32), points=points)
+    assert row.verdict.leaves_exact and 100 * 32 * 4 < row.after < row.before == 300 * 32 * 4
 
 
 def test_model_files_run_only_if_allowed(tmp_path) -> None:

@@ -7,7 +7,6 @@ import platform
 import shutil
 import subprocess
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -15,12 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hot.errors import HotError
+
 PACKAGES = ("hot-training", "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numpy", "timm", "transformers", "peft")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_tile", "amx_int8", "asimddp", "i8mm")
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show versions, CPU and GPUs, which backends run here and why others do not, and the presets."""
+    """Show versions, CPU and GPUs, which backends run here and why others do not, the crossover tables and the presets."""
     facts = machine()
     if as_json:
         Console(soft_wrap=True).print_json(json.dumps(facts))
@@ -40,6 +41,7 @@ def machine() -> dict[str, Any]:
     """The facts, as plain data."""
     from hot.backends import backends
     from hot.backends.reference.products import INT_MM_ON_CPU
+    from hot.crossover import cpuinfo, name_of
     from hot.policies.presets import preset_names
 
     def backend(name: str) -> str:
@@ -51,10 +53,10 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": {
-            "model": _cpu("model name") or platform.processor() or platform.machine(),
+            "model": name_of(torch.device("cpu")),
             "threads": torch.get_num_threads(),
             "instructions": ", ".join(
-                flag for flag in CPU_FLAGS if flag in (_cpu("flags") or _cpu("Features")).split()
+                flag for flag in CPU_FLAGS if flag in (cpuinfo("flags") or cpuinfo("Features")).split()
             ),
             "integer products": "torch._int_mm"
             if INT_MM_ON_CPU
@@ -62,6 +64,7 @@ def machine() -> dict[str, Any]:
         },
         "gpus": _gpus(),
         "backends": {name: backend(name) for name in backends},
+        "crossover": _crossover(),
         "presets": preset_names(),
     }
 
@@ -76,13 +79,18 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _cpu(field: str) -> str:
-    """A field of the first processor in /proc/cpuinfo, or "" where there is none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == field), "")
+def _crossover() -> dict[str, str]:
+    """The crossover tables, by the device's slug: how many points, and whose; or what is wrong with the file."""
+    from hot.crossover import read_file, tables, user_folder
+
+    found = {}
+    for name, path in tables().items():
+        whose = "this user's" if path.parent == user_folder() else "packaged"
+        try:
+            found[name] = f"{len(read_file(path))} points, {whose}"
+        except HotError as error:
+            found[name] = str(error)
+    return found
 
 
 def _gpus() -> list[str]:

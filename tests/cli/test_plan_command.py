@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 import hot
 from hot.cli import main
+from hot.crossover import Point, write
 
 VIT = ["--model", "vit", "--input", "2,1,32,32", "--classes", "10"]
 
@@ -44,7 +48,70 @@ def test_plan_explains_one_layer(capsys: pytest.CaptureFixture[str], tmp_path: P
     )
     out, _ = run(capsys, "plan", str(policy), *VIT, "--explain", "blocks.1.attn.qkv")
     assert "mine.yaml:4" in out and "grad_weight.transform.rank: 8 → 12" in out
-    assert "integer, reference matmul" in out
+    assert "grad_input product: integer, reference" in out
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A crossover of another machine's device: fc1 runs, the other layers are left exact."""
+    monkeypatch.setenv("HOT_CACHE", str(tmp_path / "cache"))
+    plan = str(hot.resolve(hot.load_policy("hot"), nn.Sequential(nn.Linear(32, 32)))["0"])
+    points = [Point("linear", plan, "float32", 128, *shape) for shape in [(96, 96, 0.5), (384, 96, 1.25)]]
+    write([*points, Point("linear", plan, "bfloat16", 1, 1, 1, 2.0)], "NVIDIA H200")
+
+
+@pytest.mark.usefixtures("h200")
+def test_plan_shows_what_a_crossover_leaves_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run(capsys, "plan", "hot", *VIT, "--device", "NVIDIA H200")
+    assert "crossover of NVIDIA H200: 3 points" in " ".join(out.split())
+    layer = next(line for line in out.splitlines() if "blocks.0.attn.proj" in line)
+    assert "exact: crossover, 0.50× dense" in layer and "torch" in layer
+    assert "integer, reference" in next(line for line in out.splitlines() if "blocks.0.mlp.fc1" in line)
+    out, _ = run(capsys, "plan", "hot", *VIT)  # this machine's crossover says nothing
+    assert "exact: crossover" not in out
+
+
+@pytest.mark.usefixtures("h200")
+def test_plan_tells_a_crossover_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    def layers(*more: str) -> dict[str, Any]:
+        out = run(capsys, "plan", "hot", *VIT, "--device", "nvidia-h200", "--json", *more)[0]
+        return {row["layer"]: row for row in json.loads(out)}
+
+    rows = layers()
+    proj, fc1 = rows["blocks.0.attn.proj"], rows["blocks.0.mlp.fc1"]
+    assert proj["crossover"]["leaves_exact"] and proj["crossover"]["nearest"]["outputs"] == 96
+    assert proj["saved_after"] == proj["saved_before"] == 2 * 64 * 96 * 4 and proj["products"]["grad_input"] == "torch"
+    assert fc1["crossover"]["leaves_exact"] is False and fc1["products"]["grad_weight"] == "integer, reference"
+    assert rows["head"]["crossover"] is rows["head"]["products"] is None
+    half = layers("--dtype", "bfloat16")["blocks.0.attn.proj"]
+    assert half["crossover"]["leaves_exact"] is False and half["saved_before"] == 2 * 64 * 96 * 2
+
+
+@pytest.mark.usefixtures("h200")
+def test_plan_explains_a_crossover(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "hot", *VIT, "--device", "nvidia-h200", "--explain"]
+    out, _ = run(capsys, *asked, "blocks.1.attn.qkv")
+    assert "on nvidia-h200: exact: crossover, 1.25× dense only at T×O×I = 128×384×96" in out
+    assert "runs: crossover, 1.25× dense" in run(capsys, *asked, "blocks.1.mlp.fc1")[0]
+    assert "on nvidia-h200: no point of the crossover is for this layer" in run(capsys, *asked, "head")[0]
+
+
+@pytest.mark.usefixtures("h200")
+def test_plan_is_readable_at_120_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    lines = run(capsys, "plan", "hot", *VIT, "--device", "nvidia-h200")[0].splitlines()
+    plain = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
+    assert max(map(len, plain)) <= 120 and "all layers" in "".join(plain)
+    assert len(plain) < 6 * 18  # five lines a layer at most: 16 in the blocks, the embedding and the head
+
+
+@pytest.mark.usefixtures("h200")
+def test_info_lists_crossovers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "cache/crossover/broken.csv").write_text("kind\n")
+    facts = json.loads(run(capsys, "info", "--json")[0])
+    assert facts["crossover"]["nvidia-h200"] == "3 points, this user's"
+    assert "the columns are kind,plan" in facts["crossover"]["broken"]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +123,8 @@ def test_plan_explains_one_layer(capsys: pytest.CaptureFixture[str], tmp_path: P
         (["hot", "--model", "vit", "--input", "2,1,30,30"], "model.patch: 4 does not divide"),
         (["hot", *VIT, "--explain", "blocks.9.attn.qkv"], "no layer 'blocks.9.attn.qkv', did you mean"),
         (["hot", "--model", "mine.py:build"], "is code that would run"),
+        (["hot", *VIT, "--device", "nvidia h2000"], "no crossover table of 'nvidia h2000'"),
+        (["hot", *VIT, "--dtype", "int64"], "--dtype 'int64' is not a floating dtype"),
     ],
 )
 def test_plan_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
