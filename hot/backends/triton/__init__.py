@@ -14,7 +14,7 @@ import torch
 
 OLDEST = (3, 4)
 CAPABILITY = (8, 0)
-MODULES = ("transforms", "quantization", "fused", "products")
+MODULES = ("transforms", "quantization", "packing", "fused", "products")
 
 
 def interpreted() -> bool:

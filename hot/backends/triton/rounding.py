@@ -26,7 +26,7 @@ def pair_noise(first_bits, second_bits, pair_index):
     first_bits, second_bits: their `float_bits`, the second 0 beyond an odd K. pair_index: row·⌈K/2⌉ + ⌊column/2⌋, of which the
     low 32 bits count, int32 or int64.
     """
-    # h = (first ^ index)·C₁ + second·C₃, h = (h ^ h >> 15)·C₂: multiplications, for shifts and logic are what a GPU has least of
+    # h = (first ^ index)·C₁ + second·C₃, h = (h ^ h >> 15)·C₂: multiplications, for of shifts and logic a GPU has least
     h = (pair_index.to(tl.uint32) ^ first_bits.to(tl.uint32, bitcast=True)) * 0x85EBCA77
     h += second_bits.to(tl.uint32, bitcast=True) * 0x9E3779B1
     h ^= h >> 15

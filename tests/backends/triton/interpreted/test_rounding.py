@@ -13,7 +13,7 @@ from hot.backends import ops_for
 from hot.backends.reference.quantization import _largest_code
 from hot.backends.triton import rounding
 
-ROWS, K = 32, 128
+ROWS, K = 12, 128
 
 
 @triton.jit

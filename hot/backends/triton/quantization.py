@@ -1,0 +1,252 @@
+"""quantize and dequantize: codes and scales in one pass where a tile holds whole scale groups, else in two.
+
+A matrix (rows, K) is cut into runs of columns: the whole of K, or the K-blocks of a block scale. A program takes R rows ×
+C columns of one run. `groups_kernel` holds whole runs; else `largest_kernel` finds max |x| and `codes_kernel` applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hot.backends.ops import code_dtype, scale_shape
+from hot.backends.reference.quantization import TINY
+from hot.backends.table import register_kernel
+from hot.backends.triton import rounding
+from hot.backends.triton.encoding import MANTISSA, coding, encode
+from hot.backends.triton.launch import FLOATS, Specimen, on_device, specimen, tile
+from hot.backends.triton.tuning import Config, Key, bucket, family, launch
+
+LARGEST_TILE, NEAR_ROWS = 2**14, 16
+"""So many elements at most are held in registers, of so many rows at least where these are innermost: else two passes."""
+
+
+@triton.jit
+def _place(rows, k, span, R: tl.constexpr, C: tl.constexpr, INNERMOST: tl.constexpr):
+    """(row (R,), run, column (C,), mask (R, C)) of this program: a tile of one run; neighbours in the order of memory."""
+    program = tl.program_id(0).to(tl.int64)
+    chunks = tl.cdiv(span, C)
+    runs = tl.cdiv(k, span)
+    if INNERMOST:
+        row_tiles = tl.cdiv(rows, R)
+        tile_of_rows, at = program % row_tiles, program // row_tiles
+    else:
+        tile_of_rows, at = program // (runs * chunks), program % (runs * chunks)
+    run = at // chunks
+    row = tile_of_rows * R + tl.arange(0, R)
+    inside = (at % chunks) * C + tl.arange(0, C)
+    column = run * span + inside
+    return row, run, column, (row < rows)[:, None] & ((inside < span) & (column < k))[None, :]
+
+
+@triton.jit
+def _load(x, row, column, x_row, x_column, mask):
+    """A tile of x as float32, or float64 where it is."""
+    values = tl.load(x + (row * x_row)[:, None] + (column * x_column)[None, :], mask=mask, other=0.0)
+    return values if values.dtype == tl.float64 else values.to(tl.float32)
+
+
+@triton.jit
+def groups_kernel(
+    x, codes, scale, random, rows, k, span, x_row, x_column, R: tl.constexpr, C: tl.constexpr, INNERMOST: tl.constexpr,
+    KIND: tl.constexpr, ROUNDING: tl.constexpr, LIMIT: tl.constexpr, M: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """C ≥ span: every row of the tile is one scale group."""
+    row, run, column, mask = _place(rows, k, span, R, C, INNERMOST)
+    values = _load(x, row, column, x_row, x_column, mask)
+    # scale = max |x| / limit; codes = round(x · (1 / scale))
+    own, factor = rounding.scale_of(rounding.largest_bits(values, 1), LIMIT)
+    tl.store(scale + row * tl.cdiv(k, span) + run, own, mask=row < rows)
+    target = (row * k)[:, None] + column[None, :]
+    noise = tl.load(random + target, mask=mask, other=0.0) if ROUNDING == "stochastic" else 0.0
+    code = encode(values, factor[:, None], noise, row, column, k, R, C, KIND, ROUNDING, LIMIT, M, BIAS)
+    tl.store(codes + target, code, mask=mask)
+
+
+@triton.jit
+def largest_kernel(
+    x, top, rows, k, span, x_row, x_column, R: tl.constexpr, C: tl.constexpr, INNERMOST: tl.constexpr, PER: tl.constexpr
+):
+    """max |x| as bits, merged into `top` (zeros at first) by atomic maxima, whose order does not matter."""
+    row, run, column, mask = _place(rows, k, span, R, C, INNERMOST)
+    values = _load(x, row, column, x_row, x_column, mask)
+    if PER == "row":
+        at = top + row * tl.cdiv(k, span) + run
+        tl.atomic_max(at, rounding.largest_bits(values, 1), mask=row < rows, sem="relaxed")
+    elif PER == "token":
+        tl.atomic_max(top + column, rounding.largest_bits(values, 0), mask=column < k, sem="relaxed")
+    else:
+        tl.atomic_max(top, tl.max(rounding.largest_bits(values, 1), 0), sem="relaxed")
+
+
+@triton.jit
+def codes_kernel(
+    x, codes, scale, random, top, rows, k, span, x_row, x_column, R: tl.constexpr, C: tl.constexpr, INNERMOST: tl.constexpr,
+    PER: tl.constexpr, KIND: tl.constexpr, ROUNDING: tl.constexpr, LIMIT: tl.constexpr, M: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Codes by the maxima of `largest_kernel`. The programs of the first tile of a group write its scale."""
+    row, run, column, mask = _place(rows, k, span, R, C, INNERMOST)
+    values = _load(x, row, column, x_row, x_column, mask)
+    if PER == "row":
+        at = row * tl.cdiv(k, span) + run
+        own, factor = rounding.scale_of(tl.load(top + at, mask=row < rows, other=0), LIMIT)
+        tl.store(scale + at, own, mask=(row < rows) & (tl.min(column, 0) == run * span))
+        factor = factor[:, None]
+    elif PER == "token":
+        own, factor = rounding.scale_of(tl.load(top + column, mask=column < k, other=0), LIMIT)
+        tl.store(scale + column, own, mask=(column < k) & (tl.min(row, 0) == 0))
+        factor = factor[None, :]
+    else:
+        own, factor = rounding.scale_of(tl.load(top + tl.arange(0, 1)), LIMIT)
+        tl.store(scale + tl.arange(0, 1), own, mask=tl.program_id(0) == 0)
+        factor = factor[:, None]
+    target = (row * k)[:, None] + column[None, :]
+    noise = tl.load(random + target, mask=mask, other=0.0) if ROUNDING == "stochastic" else 0.0
+    code = encode(values, factor, noise, row, column, k, R, C, KIND, ROUNDING, LIMIT, M, BIAS)
+    tl.store(codes + target, code, mask=mask)
+
+
+@triton.jit
+def dequantize_kernel(
+    codes, scale, out, rows, k, group, codes_row, codes_column, scale_row, scale_column,
+    R: tl.constexpr, C: tl.constexpr, INNERMOST: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """out = codes · scale, in float64 where out is, else in float32. M: mantissa bits of float8 codes, 0 for integers."""
+    row, _, column, mask = _place(rows, k, k, R, C, INNERMOST)
+    code = tl.load(codes + (row * codes_row)[:, None] + (column * codes_column)[None, :], mask=mask, other=0)
+    own = tl.load(scale + (row * scale_row)[:, None] + (column // group * scale_column)[None, :], mask=mask, other=0.0)
+    v = rounding.float8_floats(code, M) if M > 0 else code.to(tl.float32)
+    if out.dtype.element_ty == tl.float64:
+        v = v.to(tl.float64) * own.to(tl.float64)
+    else:
+        v *= own
+    tl.store(out + (row * k)[:, None] + column[None, :], v.to(out.dtype.element_ty), mask=mask)
+
+
+def _candidates(key: Key) -> list[Config]:
+    sizes, warps = (1024, 2048, 4096, 8192), (2, 4, 8, 16)
+    return [{"ELEMENTS": size, "num_warps": n} for size in sizes for n in warps if 8 <= size // (32 * n) <= 64]
+
+
+def _default(key: Key) -> Config:
+    """32 elements a thread, also where one long row makes the tile larger than ELEMENTS."""
+    one_pass, exponent = key[-1] == "one pass", int(key[0])
+    return {"ELEMENTS": 4096, "num_warps": min(max(2**exponent // 1024, 4), 16) if one_pass else 4}
+
+
+QUANTIZE, DEQUANTIZE = (family(name, _default, _candidates) for name in ("quantize", "dequantize"))
+"""Shape class: class of the run's length, rows innermost or not, dtype, format or the second dtype, one pass or two."""
+
+
+def _innermost(x: Tensor) -> bool:
+    """Whether neighbouring rows are nearer in memory than neighbouring columns."""
+    return x.shape[0] > 1 and 0 < x.stride(0) < x.stride(1)
+
+
+def _whole(rows: int, span: int, elements: int, innermost: bool) -> tuple[int, int]:
+    """As `tile`, of whole runs: as many rows as make `elements`, NEAR_ROWS at least where they are innermost."""
+    columns = max(triton.next_power_of_2(span), 2)
+    return min(triton.next_power_of_2(rows), max(elements // columns, NEAR_ROWS if innermost else 1)), columns
+
+
+def _supports(x: Tensor, format: str, granularity: str, group: int, rounding: str, clip: Sequence[float]) -> bool:
+    """No clip; a pair of neighbours with one hash must lie in one K-block."""
+    split_pairs = rounding == "hashed" and granularity == "block" and group % 2 == 1
+    return x.dtype in FLOATS and not clip and not split_pairs
+
+
+@register_kernel("quantize", backend="triton", supports=_supports)
+def quantize(
+    x: Tensor, format: str, granularity: str, group: int, rounding: str, clip: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    rows, k = x.shape
+    codes = torch.empty((rows, k), dtype=code_dtype(format), device=x.device)
+    scale = torch.empty(scale_shape(rows, k, granularity, group), dtype=torch.float32, device=x.device)
+    if not x.numel():
+        return codes, scale.fill_(TINY)
+    random = torch.rand((rows, k), dtype=torch.float32, device=x.device) if rounding == "stochastic" else scale
+    per = "row" if granularity == "block" else granularity
+    span = min(group, k) if granularity == "block" else k
+    innermost = _innermost(x)
+    one_pass = per == "row" and triton.next_power_of_2(span) * (NEAR_ROWS if innermost else 1) <= LARGEST_TILE
+    top = random
+    if not one_pass:
+        top = torch.zeros(scale.shape, dtype=torch.int64 if x.dtype == torch.float64 else torch.int32, device=x.device)
+    given: dict[str, Any] = {"ROUNDING": rounding, "INNERMOST": innermost, **coding(format)._asdict()}
+    shape = rows, k, span, x.stride(0), x.stride(1)
+
+    def run(config: Config) -> None:
+        r, c = (_whole if one_pass else tile)(rows, span, config["ELEMENTS"], innermost)
+        grid = (triton.cdiv(rows, r) * triton.cdiv(k, span) * triton.cdiv(span, c),)
+        how = {"R": r, "C": c, "num_warps": config["num_warps"]}
+        if one_pass:
+            groups_kernel[grid](x, codes.view(torch.uint8), scale, random, *shape, **how, **given)
+        else:
+            largest_kernel[grid](x, top, *shape, **how, INNERMOST=innermost, PER=per)
+            codes_kernel[grid](x, codes.view(torch.uint8), scale, random, top, *shape, **how, PER=per, **given)
+
+    passes = "one pass" if one_pass else "two passes"
+    key = bucket(span), "rows" if innermost else "columns", str(x.dtype), format, passes
+    with on_device(x):
+        launch(QUANTIZE, key, x.device, run)
+    return codes, scale
+
+
+@register_kernel("dequantize", backend="triton", supports=lambda codes, scale, group, dtype: dtype in FLOATS)
+def dequantize(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    rows, k = codes.shape
+    out = torch.empty((rows, k), dtype=dtype, device=codes.device)
+    if not out.numel():
+        return out
+    mantissa, innermost = MANTISSA.get(codes.dtype, 0), _innermost(codes)
+    source = codes.view(torch.uint8) if mantissa else codes
+    steps = [stride if size > 1 else 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)]
+
+    def run(config: Config) -> None:
+        r, c = tile(rows, k, config["ELEMENTS"], innermost)
+        dequantize_kernel[(triton.cdiv(rows, r) * triton.cdiv(k, c),)](
+            source, scale, out, rows, k, max(group, 1), *source.stride(), *steps,
+            R=r, C=c, INNERMOST=innermost, M=mantissa, num_warps=config["num_warps"],
+        )  # fmt: skip
+
+    key = bucket(k), "rows" if innermost else "columns", str(codes.dtype), str(dtype)
+    with on_device(codes):
+        launch(DEQUANTIZE, key, codes.device, run)
+    return out
+
+
+_CODED = {"codes": "*u8", "scale": "*fp32", "random": "*fp32"}
+_WIDE, _TALL = {"x_column": 1, "R": 8, "C": 512, "INNERMOST": False}, {"x_row": 1, "R": 32, "C": 128, "INNERMOST": True}
+
+
+def _groups(dtype: str, format: str, rounding: str, layout: dict[str, Any]) -> Specimen:
+    return specimen(groups_kernel, {"x": dtype, **_CODED}, ROUNDING=rounding, **layout, **coding(format)._asdict())
+
+
+def _codes(per: str) -> Specimen:
+    how = {"PER": per, "ROUNDING": "pseudo_stochastic", **_TALL, **coding("e5m2")._asdict()}
+    return specimen(codes_kernel, {"x": "*fp32", "top": "*i32", **_CODED}, **how)
+
+
+def _dequantize(codes: str, out: str, mantissa: int) -> Specimen:
+    layout = {"codes_column": 1, "R": 8, "C": 512, "INNERMOST": False}
+    return specimen(dequantize_kernel, {"codes": codes, "scale": "*fp32", "out": out}, M=mantissa, **layout)
+
+
+SPECIMENS = [
+    _groups("*bf16", "int4.e4m3", "hashed", _WIDE),
+    _groups("*fp32", "int8", "stochastic", _WIDE),
+    _groups("*fp64", "log4", "nearest", _WIDE),
+    _groups("*fp16", "e4m3", "hashed", _TALL),
+    *(specimen(largest_kernel, {"x": "*bf16", "top": "*i32"}, PER=per, **_WIDE) for per in ("row", "token", "tensor")),
+    specimen(largest_kernel, {"x": "*fp64", "top": "*i64"}, PER="token", **_TALL),
+    *(_codes(per) for per in ("row", "token", "tensor")),
+    _dequantize("*i8", "*bf16", 0),
+    _dequantize("*u8", "*fp32", 3),
+    _dequantize("*u8", "*fp64", 2),
+]

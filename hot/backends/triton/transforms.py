@@ -1,0 +1,194 @@
+"""hadamard, project, expand: block transforms of the last axis.
+
+One kernel: butterflies over tiles of whole blocks, between a load and a store of which one is in natural order and the other
+goes through a table of positions. Every element is read once and written once, whatever the strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hot.backends.ops import compute_dtype, projected_length
+from hot.backends.table import register_kernel
+from hot.backends.triton.launch import FLOATS, Specimen, on_device, rows_of, specimen, tile
+from hot.backends.triton.tuning import Config, Key, bucket, family, launch
+from hot.hadamard import is_power_of_two
+
+LARGEST_BLOCK = 4096
+
+
+@triton.jit
+def butterflies(x, M: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr):
+    """H x of every row of x (M, N), N = 2^BITS, H in natural order and without its gain: BITS sums and differences each."""
+    # H_2n = [[H_n, H_n], [H_n, −H_n]], so each bit of the index takes (a, b) to (a + b, a − b), in any order: take the last
+    # bit, put it first, and so on until all had their turn
+    for _ in tl.static_range(BITS):
+        a, b = tl.split(tl.reshape(x, (M, N // 2, 2)))
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (M, N))
+    return x
+
+
+@triton.jit
+def transform_kernel(
+    x, out, position, signs, number, fast, stride, far, step, out_stride, out_far, first, last, blocks, row_tiles, rank,
+    GAIN: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    EXPAND: tl.constexpr, MAPPED: tl.constexpr, SIGNED: tl.constexpr, INNERMOST: tl.constexpr,
+):  # fmt: skip
+    """R rows × B blocks of N a program. Natural columns: first … last; the others: first + block·rank + position[j], if ≥ 0."""
+    # project: out = GAIN · (H (signs · x))[rows];  expand: out = GAIN · signs · H (x at rows, else 0)
+    program = tl.program_id(0).to(tl.int64)
+    if INNERMOST:
+        row = (program % row_tiles) * R + tl.arange(0, R)
+        block = (program // row_tiles) * B
+    else:
+        block_tiles = tl.cdiv(blocks, B)
+        row = (program // block_tiles) * R + tl.arange(0, R)
+        block = (program % block_tiles) * B
+    j = tl.arange(0, B * N)
+    natural = first + block * N + j
+    in_natural = (row < number)[:, None] & (natural < last)[None, :]
+    if MAPPED:
+        at = tl.load(position + j % N)
+        block += j // N
+        mapped = first + block * rank + at
+        in_mapped = (row < number)[:, None] & ((at >= 0) & (block < blocks))[None, :]
+    else:
+        mapped = natural
+        in_mapped = (row < number)[:, None] & (natural < first + blocks * N)[None, :]
+    source = x + ((row % fast) * stride + (row // fast) * far)[:, None]
+    target = out + ((row % fast) * out_stride + (row // fast) * out_far)[:, None]
+    if EXPAND:
+        y = tl.load(source + (mapped * step)[None, :], mask=in_mapped, other=0.0).to(out.dtype.element_ty)
+    else:
+        y = tl.load(source + (natural * step)[None, :], mask=in_natural, other=0.0).to(out.dtype.element_ty)
+        if SIGNED:
+            y *= tl.load(signs + j % N).to(y.dtype)[None, :]
+    y = tl.reshape(butterflies(tl.reshape(y, (R * B, N)), R * B, N, BITS), (R, B * N)) * GAIN
+    if EXPAND:
+        if SIGNED:
+            y *= tl.load(signs + j % N).to(y.dtype)[None, :]
+        tl.store(target + natural[None, :], y, mask=in_natural)
+    else:
+        tl.store(target + mapped[None, :], y, mask=in_mapped)
+
+
+def _candidates(key: Key) -> list[Config]:
+    return [{"ELEMENTS": elements, "num_warps": warps} for elements in (1024, 2048, 4096, 8192) for warps in (2, 4, 8)]
+
+
+TRANSFORM = family("transform", lambda key: {"ELEMENTS": 4096, "num_warps": 4}, _candidates)
+"""Shape class: block, class of the length, rows innermost or not, dtype."""
+
+
+@lru_cache(maxsize=256)
+def _tables(
+    block: int, rows: tuple[int, ...], signs: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """On the device: where each natural coefficient goes among the kept, −1 for none (int32); rows (int64); signs (int8)."""
+    position = torch.full((block,), -1, dtype=torch.int32)
+    chosen = torch.tensor(rows, dtype=torch.int64)
+    position[chosen] = torch.arange(len(rows), dtype=torch.int32)
+    sign = torch.tensor(signs or (1,), dtype=torch.int8)
+    return position.to(device), chosen.to(device), sign.to(device)
+
+
+def _positions(
+    block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The positions and signs of a call; those of a draw are made on the device, for the host does not know it."""
+    with torch.device("cpu"):  # whatever the default device is
+        position, chosen, sign = _tables(block, tuple(rows), tuple(signs), device)
+    if draw is not None:
+        position = torch.full((block,), -1, dtype=torch.int32, device=device)
+        position[chosen[draw]] = torch.arange(draw.shape[0], dtype=torch.int32, device=device)
+    return position, sign
+
+
+def _run(
+    x: Tensor, out: Tensor, length: int, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str,
+    draw: Tensor | None, expand: bool,
+) -> Tensor:  # fmt: skip
+    """Fill out (…, L') from x (…, L); length: of the side in natural order."""
+    if not out.numel():
+        return out
+    prefix = min(prefix, length)
+    kept = (length - prefix) % block if tail == "keep" else 0
+    blocks = triton.cdiv(length - prefix - kept, block)
+    for n, at in ((prefix, 0), (kept, -kept)):  # a few columns that no block has
+        if n:
+            out[..., at : at + n or None].copy_(x[..., at : at + n or None])
+    if blocks and x.numel():
+        rank = len(rows) if draw is None else draw.shape[0]
+        view = rows_of(x, out.shape[-1])
+        key = block, bucket(length), "rows" if view.innermost else "columns", str(x.dtype)
+
+        def run(config: Config) -> None:
+            r, columns = tile(view.number, blocks * block, config["ELEMENTS"], view.innermost)
+            columns = max(columns, block)
+            r = max(min(r, config["ELEMENTS"] // columns), 1)
+            row_tiles, b = triton.cdiv(view.number, r), columns // block
+            position, sign = _positions(block, rows, signs, draw, x.device)
+            mapped = draw is not None or tuple(rows) != tuple(range(block))
+            transform_kernel[(row_tiles * triton.cdiv(blocks, b),)](
+                view.x, out, position, sign,
+                view.number, view.fast, view.stride, view.far, view.step, view.out_stride, view.out_far,
+                prefix, length - kept, blocks, row_tiles, rank,
+                GAIN=(block if draw is None else rank) ** -0.5, N=block, BITS=block.bit_length() - 1, R=r, B=b,
+                EXPAND=expand, MAPPED=mapped, SIGNED=bool(signs), INNERMOST=view.innermost, num_warps=config["num_warps"],
+            )  # fmt: skip
+
+        with on_device(x):
+            launch(TRANSFORM, key, x.device, run)
+    return out
+
+
+def _serves(x: Tensor, block: int, rows: Sequence[int]) -> bool:
+    return x.dtype in FLOATS and is_power_of_two(block) and block <= LARGEST_BLOCK and 0 < len(set(rows)) == len(rows)
+
+
+@register_kernel("project", backend="triton", supports=lambda x, block, rows, *_, **__: _serves(x, block, rows))
+def project(
+    x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None
+) -> Tensor:
+    rank = len(rows) if draw is None else draw.shape[0]
+    length = projected_length(x.shape[-1], block, rank, prefix, tail)
+    out = torch.empty((*x.shape[:-1], length), dtype=compute_dtype(x), device=x.device)
+    return _run(x, out, x.shape[-1], block, rows, signs, prefix, tail, draw, False)
+
+
+@register_kernel("expand", backend="triton", supports=lambda c, length, block, rows, *_, **__: _serves(c, block, rows))
+def expand(
+    c: Tensor, length: int, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str,
+    draw: Tensor | None,
+) -> Tensor:  # fmt: skip
+    out = torch.empty((*c.shape[:-1], length), dtype=compute_dtype(c), device=c.device)
+    return _run(c, out, length, block, rows, signs, prefix, tail, draw, True)
+
+
+@register_kernel("hadamard", backend="triton", supports=lambda x, block: _serves(x, block, (0,)))
+def hadamard(x: Tensor, block: int) -> Tensor:
+    return project(x, block, range(block), (), 0, "pad", None)
+
+
+def _specimen(dtype: str, out: str, block: int, expand: bool, mapped: bool, innermost: bool) -> Specimen:
+    return specimen(
+        transform_kernel, {"x": f"*{dtype}", "out": f"*{out}", "position": "*i32", "signs": "*i8"},
+        **{"stride" if innermost else "step": 1}, GAIN=block**-0.5, N=block, BITS=block.bit_length() - 1,
+        R=32 if innermost else 8, B=max(256 // block, 1),
+        EXPAND=expand, MAPPED=mapped, SIGNED=mapped, INNERMOST=innermost,
+    )  # fmt: skip
+
+
+SPECIMENS = [
+    _specimen("bf16", "fp32", 16, False, False, False),
+    _specimen("bf16", "fp32", 16, False, True, True),
+    _specimen("fp32", "fp32", 16, True, True, False),
+    _specimen("fp16", "fp32", 1, True, False, True),
+    _specimen("fp64", "fp64", 256, False, True, False),
+]

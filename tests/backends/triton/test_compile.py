@@ -1,0 +1,61 @@
+"""Every kernel compiles to machine code for three generations of chips, without a GPU and without a driver."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import hot.backends.triton as package
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+CHIPS = (80, 90, 100)
+
+
+def specimens() -> list[Any]:
+    """The SPECIMENS of every module of the backend, by name."""
+    found = []
+    for module in pkgutil.iter_modules(package.__path__):
+        made = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "SPECIMENS", [])
+        found += [pytest.param(*one, id=f"{one[0].__name__}-{number}") for number, one in enumerate(made)]
+    return found
+
+
+def kernels() -> set[str]:
+    """The names of the functions that are launched: those that are called kernel."""
+    modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    return {
+        name
+        for m in modules
+        for name, one in vars(m).items()
+        if isinstance(one, triton.JITFunction) and "kernel" in name
+    }
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("kernel", "types", "constants"), specimens())
+def test_compiles(kernel: Any, types: dict[str, str], constants: dict[str, Any], chip: int) -> None:
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    aligned = {
+        (n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if types.get(name, "")[:1] == "*"
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32))
+    assert compiled.asm["cubin"]
+    assert not re.search(r"(add|sub|mul|fma|div\.\w+|min|max)\.ftz", compiled.asm["ptx"])  # denormals are kept
+    assert compiled.metadata.shared <= 99 * 1024
+
+
+def test_no_kernel_is_without_a_specimen() -> None:
+    tried = {one.values[0].__name__ for one in specimens()}
+    assert tried and kernels() <= tried
