@@ -139,7 +139,7 @@ def _default(key: Key) -> Config:
     return {"ELEMENTS": 4096, "num_warps": min(max(2**exponent // 1024, 4), 16) if one_pass else 4}
 
 
-QUANTIZE, DEQUANTIZE = (family(name, _default, _candidates) for name in ("quantize", "dequantize"))
+QUANTIZE, DEQUANTIZE = (family(name, _default, _candidates) for name in ("quantization", "dequantization"))
 """Shape class: class of the run's length, rows innermost or not, dtype, format or the second dtype, one pass or two."""
 
 

@@ -187,6 +187,6 @@ def test_every_default_is_whole() -> None:
     from hot.backends import triton
 
     triton.load()
-    assert {"transform", "quantize", "dequantize", "pack4"} <= set(tuning.families)
+    assert {"transform", "quantization", "dequantization", "pack4"} <= set(tuning.families)
     for each in tuning.families.values():
         assert each.name.isidentifier()
