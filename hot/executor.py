@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hot.backends import AUTO, Ops, get_ops
+from hot.backends.ops import in_float8
 from hot.crossover import leaves_exact
 from hot.errors import HotError
 from hot.policies.buffers import UNTRANSFORMED, Raw
@@ -145,7 +146,7 @@ def _backward(
     draw, kept = (kept[0], kept[1:]) if needs_weight and plan.grad_weight.transform.draws else (None, kept)
     tokens = view.tokens(g)
     for_input = for_weight = grad_input = grad_weight = grad_bias = None
-    if needs_input and needs_weight and (specs := _fused_specs(plan)):
+    if needs_input and needs_weight and (specs := _fused_specs(plan, ops)):
         for_input, for_weight, grad_bias = _grad_output_operands(tokens, specs, draw, needs_bias, ops)
 
     if needs_input:
@@ -180,7 +181,7 @@ def _keeps_input(plan: LayerPlan) -> bool:
     return plan.grad_weight.is_exact and isinstance(plan.buffer, Raw)
 
 
-def _fused_specs(plan: LayerPlan) -> tuple[dict[str, Any], dict[str, Any]] | None:
+def _fused_specs(plan: LayerPlan, ops: Ops) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The arguments of `grad_output_operands` for each path, or None where one has no spec that it can say."""
     inputs, weights = plan.grad_input, plan.grad_weight
     if inputs.transform.axis == "tokens" or inputs.transform.draws:
@@ -190,7 +191,20 @@ def _fused_specs(plan: LayerPlan) -> tuple[dict[str, Any], dict[str, Any]] | Non
     if len(specs) < len(parts) or specs[0]["prefix"] or specs[0]["tail"] != "pad":
         return None
     rows = {name: value for name, value in specs[0].items() if name not in ("prefix", "tail")}
-    return {**rows, **specs[1]}, {**specs[2], **specs[3]}
+    held = holders(inputs, ops)[0] or specs[1]["format"]
+    return {**rows, **specs[1], "format": held}, {**specs[2], **specs[3]}
+
+
+def holders(path: GradInputPlan, ops: Ops) -> tuple[str | None, str | None]:
+    """The formats that hold grad_input's codes as float8 where the backend multiplies them so, exactly; else None for both.
+
+    Nothing of this path is saved, so the holder is the backend's own business. Scales a block go with integers.
+    """
+    specs = [quantizer.spec for quantizer in path.quantizers]
+    if not ops.float8 or any(spec is None or spec["granularity"] not in ("row", "tensor") for spec in specs):
+        return None, None
+    a, b = (in_float8(spec["format"]) for spec in specs if spec is not None)
+    return (a, b) if a and b else (None, None)
 
 
 def _grad_output_operands(
@@ -226,8 +240,9 @@ def _grad_input(
     if path.transform.axis == "tokens":
         return _grad_input_over_tokens(tokens, weight, path, view, like, ops)
     draw = path.transform.draw(g.device)
-    a = operand or encode(tokens.reshape(-1, 1, tokens.shape[2]), path.transform, path.grad_output, ops, draw)
-    b = encode(view.weight_rows(weight), path.transform, path.weight, ops, draw)
+    held = holders(path, ops)
+    a = operand or encode(tokens.reshape(-1, 1, tokens.shape[2]), path.transform, path.grad_output, ops, draw, held[0])
+    b = encode(view.weight_rows(weight), path.transform, path.weight, ops, draw, held[1])
 
     def rows_of_x(a: Operand) -> Tensor:
         return view.input_from_rows(_product(a, b, like.x_dtype, g.dtype, ops), like.x_shape, like.x_dtype)

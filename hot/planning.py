@@ -13,12 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import hot.backends
-from hot.backends import AUTO, REFERENCE, get_ops
+from hot.backends import AUTO, Ops, get_ops
 from hot.convert import view_of
 from hot.crossover import Point, Verdict, judge
 from hot.errors import BackendError, HotError
-from hot.executor import keep
+from hot.executor import holders, keep
 from hot.policies.plan import GradInputPlan, GradWeightPlan, LayerPlan, Skip, product_kind
 from hot.policies.resolve import Resolution, resolve_detailed
 from hot.policies.schema import Policy
@@ -174,7 +173,7 @@ def serving(plan: LayerPlan, device: str) -> dict[str, str]:
 
     def product(path: GradInputPlan | GradWeightPlan) -> str:
         backend = ops.serving("matmul")
-        return product_text(product_kind(path), backend, _product_note(backend, path, device))
+        return product_text(product_kind(path), backend, _product_note(path, ops))
 
     both = ops.serving("grad_output_operands")
     return {
@@ -193,9 +192,6 @@ def product_text(kind: str, backend: str, note: str) -> str:
     return f"{kind}, {backend}: {note}" if note else f"{kind}, {backend}"
 
 
-def _product_note(backend: str, path: GradInputPlan | GradWeightPlan, device: str) -> str:
-    """How a backend multiplies codes of a path's formats, where it has more to say than its name: "" else."""
-    note = getattr(hot.backends, "product_note", None)
-    if note is None or backend == REFERENCE:
-        return ""
-    return note(tuple(spec["format"] if (spec := q.spec) else q.kind for q in path.quantizers), device)
+def _product_note(path: GradInputPlan | GradWeightPlan, ops: Ops) -> str:
+    """What is to be said of a product beyond its kind: that its integer codes are held as floats."""
+    return "exact in float8 e4m3" if isinstance(path, GradInputPlan) and holders(path, ops)[0] else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -71,14 +73,14 @@ def test_products_say_who_runs_them_and_how(monkeypatch: pytest.MonkeyPatch) -> 
     lbp = {row.name: row for row in plan_rows(hot.load_policy("lbp-wht"), Attention())}
     assert set(lbp["q"].products.values()) == {"float"}
 
-    asked = []
-    monkeypatch.setattr(backends, "product_note", lambda *what: asked.append(what) or "by a note", raising=False)
-    assert serving(rows["q"].resolution.plan, "cpu")["grad_input product"] == "integer, reference"  # has nothing to add
+    float8 = dataclasses.replace(backends.backends["reference"], name="chip", float8=lambda: True, priority=9)
+    monkeypatch.setitem(backends.backends._entries, "chip", float8)
     monkeypatch.setattr(backends.Ops, "serving", lambda self, op: "theirs")
+    monkeypatch.setattr("hot.backends.table._ready", {})
     stages = serving(rows["q"].resolution.plan, "cpu")
-    assert stages["grad_input product"] == "integer, theirs: by a note"
-    assert asked == [(("int4", "int4"), "cpu"), (("int8", "int4"), "cpu")]
-    assert product_text("float", "theirs", "by a note") == "float"
+    assert stages["grad_input product"] == "integer, theirs: exact in float8 e4m3"
+    assert stages["grad_weight product"] == "integer, theirs"
+    assert product_text("float", "theirs", "a note") == "float"
 
 
 def test_a_plan_for_another_machine_can_be_looked_at() -> None:

@@ -34,6 +34,8 @@ register_backend(
         probe=lambda: (True, f"plain torch {torch.__version__}"),
     )
 )
-register_backend(Backend("triton", devices=triton.devices(), probe=triton.probe, load=triton.load, priority=10))
+register_backend(
+    Backend("triton", devices=triton.devices(), probe=triton.probe, load=triton.load, priority=10, float8=triton.float8)
+)
 
 from hot.backends import reference as reference  # noqa: E402  registers the reference kernels

@@ -118,12 +118,13 @@ def quantize(
 
     format: ``int2`` … ``int8`` (symmetric, ±(2^(b−1) − 1), int8), ``log2`` … ``log4`` (0 and ±2^k for k < 2^(b−1) − 1,
     int8), ``e4m3``, ``e5m2`` (float8); ``int2.e4m3`` … ``int5.e4m3`` and ``log2.e4m3`` … are the same integers, held as
-    float8 for tensor cores that have no 4-bit product. granularity: one scale per ``tensor``, ``row``, ``token`` (column) or ``block``
-    (row and `group` columns). The largest magnitude of a group maps to the largest code; with clip = (c₁, c₂) the range is
-    c₁·√E[x²] − c₂·E|x| of the group instead, where that lies inside (0, max |x|).
+    float8 for tensor cores that have no 4-bit product. granularity: one scale per ``tensor``, ``row``, ``token`` (column) or
+    ``block`` (row and `group` columns). The largest magnitude of a group maps to the largest code; with clip = (c₁, c₂) the
+    range is c₁·√E[x²] − c₂·E|x| of the group instead, where that lies inside (0, max |x|).
     v = x · (1 / scale), both divisions IEEE float32 (float64 for float64), so that codes are equal bit for bit.
     rounding: ``nearest`` (ties to even; the log formats away from zero); else ⌊v + u⌋ with the noise u ∈ (0, 1) of
-    `rounding_noise`, for integers with v on a grid of 2⁻¹⁵, so that fixed-point arithmetic gives the same codes. A group that holds NaN or ±Inf gets a NaN scale, and zeros for codes if these are integers.
+    `rounding_noise`, for integers with v on a grid of 2⁻¹⁵, so that fixed-point arithmetic gives the same codes.
+    A group that holds NaN or ±Inf gets a NaN scale, and zeros for codes if these are integers.
 
     Equals: scale = x.abs().amax(1, keepdim=True) / qmax; codes = (x * (1 / scale)).round().to(torch.int8)
     """

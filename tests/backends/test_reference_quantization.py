@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hot.backends import ops_for
-from hot.backends.reference.quantization import TINY
+from hot.checking.oracles import TINY
 
 ops = ops_for("reference", "cpu")
 NOISY = ("hashed", "stochastic")

@@ -12,8 +12,6 @@ from torch import Tensor
 from hot.backends.ops import FLOAT8, bits_of, code_dtype, compute_dtype, scale_shape
 from hot.backends.table import REFERENCE, register_kernel
 
-TINY = torch.finfo(torch.float32).tiny  # the least scale: 1 / TINY is finite, and a group of zeros gives zeros
-
 
 def rounding_noise(x: Tensor, rounding: str, pair: Tensor) -> Tensor:
     """The noise u ∈ (0, 1) that ⌊v + u⌋ rounds with, one for each element of x (rows, K), float32, mean ½.
@@ -97,7 +95,8 @@ def quantize(
     limit = _largest_code(format)
     top = _range(x, granularity, group, clip)
     scale = top / torch.full_like(top, limit)  # CUDA turns a division by a number into a product with its reciprocal
-    scale = scale.clamp_min(TINY).to(torch.float32)
+    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # 1 / scale is finite, and zeros give zeros
+    scale = scale.to(torch.float32)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     inverse = _spread(scale.reciprocal(), x.shape[1], group if granularity == "block" else 0).to(x.dtype)
     codes = torch.empty(x.shape, dtype=code_dtype(format), device=x.device)

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hot.backends.ops import code_dtype, scale_shape
-from hot.backends.reference.quantization import TINY
 from hot.backends.table import register_kernel
 from hot.backends.triton import rounding
 from hot.backends.triton.encoding import MANTISSA, coding, encode
@@ -168,7 +167,7 @@ def quantize(
     codes = torch.empty((rows, k), dtype=code_dtype(format), device=x.device)
     scale = torch.empty(scale_shape(rows, k, granularity, group), dtype=torch.float32, device=x.device)
     if not x.numel():
-        return codes, scale.fill_(TINY)
+        return codes, scale.fill_(torch.finfo(torch.float32).tiny)
     random = torch.rand((rows, k), dtype=torch.float32, device=x.device) if rounding == "stochastic" else scale
     per = "row" if granularity == "block" else granularity
     span = min(group, k) if granularity == "block" else k

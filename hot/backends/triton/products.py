@@ -1,0 +1,312 @@
+"""matmul: the product of two quantized operands on tensor cores.
+
+    int8 × int8        scales a row or tensor   int8 products, exact int32 sums, scales in the epilogue
+    e4m3 × e4m3        scales a row or tensor   torch._scaled_mm with exact accumulation, where the chip has float8 tensor cores
+    everything else    scales a block too       products of one K-block at a time, scaled and summed in float32
+
+Codes of 4 bits held as e4m3 floats are multiplied exactly by the second: see `in_float8`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hot.backends.table import register_kernel
+from hot.backends.triton.launch import Specimen, capability, has_fp8, multiprocessors, on_device, specimen
+from hot.backends.triton.tuning import Config, Key, bucket, family, launch
+
+INT32_TERMS = 2**31 // 128**2 // 16 * 16 - 16
+"""So many products of two int8 codes always fit into int32."""
+HELD = {torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
+OUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@triton.jit
+def _tile_of(program, m_tiles, n_tiles, GROUP: tl.constexpr):
+    """(row of tiles, column of tiles): GROUP rows of tiles run together, so that what they read stays in the L2 cache."""
+    group = program // (GROUP * n_tiles)
+    height = min(m_tiles - group * GROUP, GROUP)
+    inside = program % (GROUP * n_tiles)
+    return group * GROUP + inside % height, inside // height
+
+
+@triton.jit
+def integer_kernel(
+    a, b, out, a_scale, b_scale, m, n, k, a_step, b_step, splits,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """out = (a bᵀ) · a_scale · b_scaleᵀ for a (m, k), b (n, k) int8. SPLIT: a part of K is added to out, int32, unscaled."""
+    m_tiles = tl.cdiv(m, BM)
+    n_tiles = tl.cdiv(n, BN)
+    program = tl.program_id(0)
+    tile_m, tile_n = _tile_of(program % (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
+    part = program // (m_tiles * n_tiles)
+    steps = tl.cdiv(tl.cdiv(k, BK), splits)
+    rows = tile_m * BM + tl.arange(0, BM)
+    columns = tile_n * BN + tl.arange(0, BN)
+    i = tl.arange(0, BK)
+    start = part * steps * BK
+    a += (rows % m).to(tl.int64)[:, None] * k + start + i[None, :]  # rows beyond the last read others again
+    b += (columns % n).to(tl.int64)[None, :] * k + start + i[:, None]
+    total = tl.zeros((BM, BN), tl.int32)
+    for step in range(min(steps, tl.cdiv(k - start, BK))):
+        if EVEN_K:
+            left, right = tl.load(a), tl.load(b)
+        else:
+            inside = i < k - start - step * BK
+            left = tl.load(a, mask=inside[None, :], other=0)
+            right = tl.load(b, mask=inside[:, None], other=0)
+        total = tl.dot(left, right, total, out_dtype=tl.int32)
+        a += BK
+        b += BK
+    inside = (rows < m)[:, None] & (columns < n)[None, :]
+    out += rows.to(tl.int64)[:, None] * n + columns[None, :]
+    if SPLIT:
+        tl.atomic_add(out, total, mask=inside, sem="relaxed")
+    else:
+        scale = tl.load(a_scale + rows * a_step, mask=rows < m)[:, None]
+        product = total.to(tl.float32) * scale * tl.load(b_scale + columns * b_step, mask=columns < n)[None, :]
+        tl.store(out, product.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _copied_tile(
+    program, a, b, out, a_scale, b_scale, m, n, k, a_step, b_step,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = _tile_of(program, tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
+    total = tl.zeros((BM, BN), tl.int32)
+    for step in range(tl.cdiv(k, BK)):
+        left = a.load([tile_m * BM, step * BK])
+        right = b.load([tile_n * BN, step * BK])
+        total = tl.dot(left, right.T, total, out_dtype=tl.int32)
+    rows = tile_m * BM + tl.arange(0, BM)
+    columns = tile_n * BN + tl.arange(0, BN)
+    scale = tl.load(a_scale + rows * a_step, mask=rows < m, other=0.0)[:, None]
+    product = total.to(tl.float32) * scale * tl.load(b_scale + columns * b_step, mask=columns < n, other=0.0)[None, :]
+    out.store([tile_m * BM, tile_n * BN], product.to(out.dtype))
+
+
+@triton.jit
+def copied_kernel(
+    a, b, out, a_scale, b_scale, m, n, k, a_step, b_step, programs,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """`integer_kernel` without splits for chips with a copy engine: a, b, out are descriptors of tiles. PERSISTENT: a program
+    runs over many tiles, and copies for the next while it writes."""
+    if PERSISTENT:
+        for program in tl.range(tl.program_id(0), tl.cdiv(m, BM) * tl.cdiv(n, BN), programs, flatten=True):
+            _copied_tile(program, a, b, out, a_scale, b_scale, m, n, k, a_step, b_step, BM, BN, BK, GROUP)
+    else:
+        _copied_tile(tl.program_id(0), a, b, out, a_scale, b_scale, m, n, k, a_step, b_step, BM, BN, BK, GROUP)
+
+
+@triton.jit
+def rescale_kernel(total, out, a_scale, b_scale, n, count, a_step, b_step, ELEMENTS: tl.constexpr):
+    """out = total · a_scale · b_scaleᵀ for int32 sums (m, n)."""
+    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    inside = at < count
+    value = tl.load(total + at, mask=inside).to(tl.float32)
+    value *= tl.load(a_scale + at // n * a_step, mask=inside)
+    value *= tl.load(b_scale + at % n * b_step, mask=inside)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def block_kernel(
+    a, b, out, a_scale, b_scale, m, n, k, a_step, a_block, a_group, b_step, b_block, b_group,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """out = Σ over K-blocks of (a bᵀ) · a_scale · b_scaleᵀ. BK divides both groups.
+
+    A scale is at row · _step + ⌊k / _group⌋ · _block. HALF: codes are floats, exact in float16, else int8.
+    """
+    m_tiles = tl.cdiv(m, BM)
+    n_tiles = tl.cdiv(n, BN)
+    tile_m, tile_n = _tile_of(tl.program_id(0), m_tiles, n_tiles, GROUP)
+    rows = tile_m * BM + tl.arange(0, BM)
+    columns = tile_n * BN + tl.arange(0, BN)
+    i = tl.arange(0, BK)
+    a += rows.to(tl.int64)[:, None] * k + i[None, :]
+    b += columns.to(tl.int64)[None, :] * k + i[:, None]
+    a_scale += rows.to(tl.int64) * a_step
+    b_scale += columns.to(tl.int64) * b_step
+    total = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, k, BK):
+        inside = i < k - start
+        left = tl.load(a, mask=inside[None, :] & (rows < m)[:, None], other=0.0)
+        right = tl.load(b, mask=inside[:, None] & (columns < n)[None, :], other=0.0)
+        if HALF:
+            product = tl.dot(left.to(tl.float16), right.to(tl.float16))
+        else:
+            product = tl.dot(left, right, out_dtype=tl.int32).to(tl.float32)
+        scale = tl.load(a_scale + start // a_group * a_block, mask=rows < m)[:, None]
+        scale = scale * tl.load(b_scale + start // b_group * b_block, mask=columns < n)[None, :]
+        total += product * scale
+        a += BK
+        b += BK
+    out += rows.to(tl.int64)[:, None] * n + columns[None, :]
+    tl.store(out, total.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
+
+
+def _tiles(config: Config, m: int, n: int) -> int:
+    return triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"])
+
+
+_SMALL = {"BM": 64, "BN": 64, "BK": 64, "GROUP": 8, "num_warps": 4, "num_stages": 4, "splits": 1, "copied": 0}
+_POINTERS = {"BM": 128, "BN": 256, "BK": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3, "splits": 1, "copied": 0}
+_PERSISTENT = _POINTERS | {"copied": 1}
+_COPIED = {"BM": 256, "BN": 128, "BK": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4, "splits": 1, "copied": 2}
+
+
+def _default(key: Key) -> Config:
+    """By the classes of m, n and k, and whether tiles may be copied: many tiles persist, few share K, small ones stay small."""
+    m, n, k, copies, _ = (int(part) if isinstance(part, int) else part for part in key)
+    assert isinstance(m, int) and isinstance(n, int) and isinstance(k, int)
+    size = m + n  # the class of the result
+    if size <= 19:
+        return _SMALL | {"splits": 2 ** max(min(19 - size, k - 9, 3), 0)}
+    if size <= 22 and k >= 12:
+        return _POINTERS | {"splits": 5 if k >= 14 else 2}
+    if not copies:
+        return _POINTERS
+    return _COPIED if k >= 13 else _PERSISTENT
+
+
+def _candidates(key: Key) -> list[Config]:
+    base = [
+        _POINTERS,
+        _POINTERS | {"num_stages": 4},
+        _SMALL,
+        _SMALL | {"BM": 128, "BN": 128, "BK": 128, "num_stages": 3},
+    ]
+    split = [config | {"splits": splits} for config in base for splits in (2, 3, 5, 7, 11)]
+    copied = [_PERSISTENT, _COPIED, _PERSISTENT | {"GROUP": 16}, _COPIED | {"GROUP": 16}, _PERSISTENT | {"copied": 2}]
+    return base + split + (copied if key[3] else [])
+
+
+INTEGER = family("integer", _default, _candidates)
+"""Shape class: classes of m, n and k, whether tiles may be copied, the result's dtype. copied: 0 by pointers, 1 by the copy
+engine and persistent, 2 by the copy engine."""
+
+
+def _integer(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    (m, k), n = a.shape, b.shape[0]
+    out = torch.empty(m, n, dtype=dtype, device=a.device)
+    steps = int(a_scale.shape[0] > 1), int(b_scale.shape[0] > 1)  # a scale of the whole tensor stays where it is
+    copies = capability(a.device) >= (9, 0) and k % 16 == 0 and n * out.element_size() % 16 == 0 and dtype in HALVES
+    key: Key = (bucket(m), bucket(n), bucket(k), int(copies), OUT[dtype])
+
+    def run(config: Config) -> None:
+        tiles, splits = _tiles(config, m, n), config["splits"]
+        constants = {name: config[name] for name in ("BM", "BN", "BK", "GROUP", "num_warps", "num_stages")}
+        if config["copied"]:
+            blocks = [config["BM"], config["BK"]], [config["BN"], config["BK"]], [config["BM"], config["BN"]]
+            described = [TensorDescriptor.from_tensor(t, block) for t, block in zip((a, b, out), blocks, strict=True)]
+            programs = min(multiprocessors(a.device), tiles) if config["copied"] == 1 else tiles
+            copied_kernel[(programs,)](
+                *described, a_scale, b_scale, m, n, k, *steps, programs, PERSISTENT=config["copied"] == 1, **constants
+            )
+            return
+        target = out if splits == 1 else torch.zeros(m, n, dtype=torch.int32, device=a.device)
+        integer_kernel[(tiles * splits,)](
+            a, b, target, a_scale, b_scale, m, n, k, *steps, splits,
+            EVEN_K=k % config["BK"] == 0, SPLIT=splits > 1, **constants,
+        )  # fmt: skip
+        if splits > 1:
+            rescale_kernel[(triton.cdiv(m * n, 1024),)](target, out, a_scale, b_scale, n, m * n, *steps, ELEMENTS=1024)
+
+    with on_device(a):
+        launch(INTEGER, key, a.device, run)
+    return out
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _float8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """By the library's float8 product. Only bfloat16 results come with scales a row; the others are scaled afterwards."""
+    if dtype == torch.bfloat16 and (a_scale.numel() > 1 or b_scale.numel() > 1):
+        scales = a_scale.expand(a.shape[0], 1).contiguous(), b_scale.expand(b.shape[0], 1).T.contiguous()
+        return torch._scaled_mm(a, b.T, *scales, out_dtype=dtype, use_fast_accum=False)
+    one = torch.ones((), device=a.device)
+    sums = torch._scaled_mm(a, b.T, one, one, out_dtype=torch.float32, use_fast_accum=False)
+    return sums.mul_(a_scale).mul_(b_scale.T).to(dtype)
+
+
+def _by_blocks(
+    a: Tensor, a_scale: Tensor, a_group: int, b: Tensor, b_scale: Tensor, b_group: int, dtype: torch.dtype
+) -> Tensor:
+    (m, k), n = a.shape, b.shape[0]
+    out = torch.empty(m, n, dtype=dtype, device=a.device)
+    where = []
+    for scale, group in ((a_scale, a_group), (b_scale, b_group)):
+        width = scale.shape[1]
+        where += [width * (scale.shape[0] > 1), int(width > 1), group or k]
+    block = _k_block(a_group, b_group)
+    size = 128 if m * n >= 2**20 else 64
+    with on_device(a):
+        block_kernel[(triton.cdiv(m, size) * triton.cdiv(n, size),)](
+            a, b, out, a_scale, b_scale, m, n, k, *where,
+            BM=size, BN=size, BK=block, GROUP=8, HALF=a.dtype != torch.int8, num_warps=8 if size == 128 else 4, num_stages=3,
+        )  # fmt: skip
+    return out
+
+
+def _k_block(*groups: int) -> int:
+    """The largest K-block up to 128 that divides every group (0: no groups), 0 where it is less than 16."""
+    block = next(size for size in (128, 64, 32, 16, 1) if all(group % size == 0 for group in groups))
+    return block if block >= 16 else 0
+
+
+def _factors_out(scale: Tensor, group: int) -> bool:
+    """Whether a scale is constant along K: one for all, or one a row."""
+    return group == 0 and scale.shape[1] == 1
+
+
+def _serves(
+    a: Tensor, a_scale: Tensor, a_group: int, b: Tensor, b_scale: Tensor, b_group: int, dtype: torch.dtype
+) -> bool:
+    """Scales a token lie on K and are nobody's here; float64 is the reference's."""
+    if not (a.numel() and b.numel() and dtype in OUT and a.dtype in HELD and b.dtype in HELD):
+        return False
+    if (a.dtype == torch.int8) != (b.dtype == torch.int8):
+        return False
+    if _factors_out(a_scale, a_group) and _factors_out(b_scale, b_group) and a.shape[1] > INT32_TERMS:
+        return False
+    return all(group or scale.shape[1] == 1 for scale, group in ((a_scale, a_group), (b_scale, b_group))) and (
+        _k_block(a_group, b_group) > 0
+    )
+
+
+@register_kernel("matmul", backend="triton", supports=_serves)
+def matmul(
+    a: Tensor, a_scale: Tensor, a_group: int, b: Tensor, b_scale: Tensor, b_group: int, dtype: torch.dtype
+) -> Tensor:
+    a, b, a_scale, b_scale = a.contiguous(), b.contiguous(), a_scale.contiguous(), b_scale.contiguous()
+    if _factors_out(a_scale, a_group) and _factors_out(b_scale, b_group):
+        if a.dtype == torch.int8:
+            return _integer(a, a_scale, b, b_scale, dtype)
+        if a.dtype == b.dtype == torch.float8_e4m3fn and has_fp8(a.device) and a.shape[1] % 16 == b.shape[0] % 16 == 0:
+            return _float8(a, a_scale, b, b_scale, dtype)
+    return _by_blocks(a, a_scale, a_group, b, b_scale, b_group, dtype)
+
+
+def _specimen(codes: str, out: str) -> Specimen:
+    pointers = {"a": f"*{codes}", "b": f"*{codes}", "out": f"*{out}", "a_scale": "*fp32", "b_scale": "*fp32"}
+    half = codes != "i8"
+    return specimen(block_kernel, pointers, BM=64, BN=64, BK=64, GROUP=8, HALF=half)
+
+
+_INTEGERS = {"a": "*i8", "b": "*i8", "a_scale": "*fp32", "b_scale": "*fp32"}
+SPECIMENS = [
+    specimen(integer_kernel, _INTEGERS | {"out": "*bf16"}, BM=64, BN=64, BK=64, GROUP=8, EVEN_K=True, SPLIT=False),
+    specimen(integer_kernel, _INTEGERS | {"out": "*i32"}, BM=64, BN=64, BK=64, GROUP=8, EVEN_K=False, SPLIT=True),
+    specimen(rescale_kernel, {"total": "*i32", "out": "*fp16", "a_scale": "*fp32", "b_scale": "*fp32"}, ELEMENTS=1024),
+    _specimen("i8", "fp32"),
+    _specimen("fp8e5", "fp16"),
+]
