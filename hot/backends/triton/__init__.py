@@ -14,7 +14,6 @@ import torch
 
 OLDEST = (3, 4)
 CAPABILITY = (8, 0)
-MODULES = ("transforms", "quantization", "packing", "fused", "products")
 
 
 def interpreted() -> bool:
@@ -64,6 +63,4 @@ def float8() -> bool:
 
 def load() -> None:
     """Import the modules that register the kernels."""
-    for name in MODULES:
-        if importlib.util.find_spec(f"{__name__}.{name}"):
-            import_module(f"{__name__}.{name}")
+    from hot.backends.triton import fused, packing, products, quantization, transforms  # noqa: F401

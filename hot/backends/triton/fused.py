@@ -173,9 +173,9 @@ def largest_kernel(
     for tile in range(TILES):
         first = (group * TILES + tile) * M
         t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
-        if ACROSS:
+        if ACROSS != "":
             seen = _larger(seen, tl.abs(_across(t, across, ACROSS_GAIN)))
-        if ALONG:
+        if ALONG != "":
             top = _largest(_along(t, along, ALONG_GAIN))
             if ALONG == "tensor":
                 tl.atomic_max(along_top, tl.max(top, 0), sem="relaxed")
@@ -186,7 +186,7 @@ def largest_kernel(
         if SUMS:
             ones = tl.full((M * N, 16), 1.0, t.dtype)
             total = tl.dot(tl.trans(tl.reshape(t, (M * N, C))), ones, total, input_precision="ieee")
-    if ACROSS:
+    if ACROSS != "":
         top = _largest(seen)
         if ACROSS == "tensor":
             tl.atomic_max(across_top, tl.max(top, 0), sem="relaxed")
@@ -215,7 +215,7 @@ def quantize_kernel(
     first = tile * M
     x += piece.to(tl.int64) * piece_stride
     t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
-    if ALONG:
+    if ALONG != "":
         r = tl.arange(0, M * N)
         sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
         row = (sample * length + start + r % N).to(tl.int64)
@@ -245,7 +245,7 @@ def quantize_kernel(
         codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (M * N, C // A * AR))
         place = along_codes + (row * along_k + piece * along_piece)[:, None] + at[None, :]
         tl.store(place, codes, mask=inside[:, None] & inner[None, :])
-    if ACROSS:
+    if ACROSS != "":
         c = column + tl.arange(0, C)
         inside = c < columns
         y = _across(t, _basis(across_matrix, across_rank, N, R), ACROSS_GAIN)

@@ -306,6 +306,12 @@ _INTEGERS = {"a": "*i8", "b": "*i8", "a_scale": "*fp32", "b_scale": "*fp32"}
 SPECIMENS = [
     specimen(integer_kernel, _INTEGERS | {"out": "*bf16"}, BM=64, BN=64, BK=64, GROUP=8, EVEN_K=True, SPLIT=False),
     specimen(integer_kernel, _INTEGERS | {"out": "*i32"}, BM=64, BN=64, BK=64, GROUP=8, EVEN_K=False, SPLIT=True),
+    specimen(
+        copied_kernel,
+        {"a": "tensordesc<i8[64, 64]>", "b": "tensordesc<i8[64, 64]>", "out": "tensordesc<bf16[64, 64]>"}
+        | {"a_scale": "*fp32", "b_scale": "*fp32"},
+        BM=64, BN=64, BK=64, GROUP=8, PERSISTENT=True,
+    ),  # fmt: skip
     specimen(rescale_kernel, {"total": "*i32", "out": "*fp16", "a_scale": "*fp32", "b_scale": "*fp32"}, ELEMENTS=1024),
     _specimen("i8", "fp32"),
     _specimen("fp8e5", "fp16"),
