@@ -36,17 +36,19 @@ def coding(format: str) -> Coding:
 
 @triton.jit
 def encode(
-    x, factor, random, row, column, k, R: tl.constexpr, C: tl.constexpr,
+    x, factor, random, row, left, k, R: tl.constexpr, C: tl.constexpr,
     KIND: tl.constexpr, ROUNDING: tl.constexpr, LIMIT: tl.constexpr, M: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The code bytes of a tile, uint8. factor: 1 / scale, 0 for a group that is not finite; random (R, C): for stochastic."""
+    """The code bytes of a tile of x (rows, K) from column `left`, which is even, uint8. factor: 1 / scale, 0 for a group that
+    is not finite. random (R, C): uniform numbers for stochastic."""
     v = x * factor.to(x.dtype)
     bits = rounding.float_bits(x)
     h = bits
     if ROUNDING == "hashed":
         first, second = tl.split(tl.reshape(bits, (R, C // 2, 2)))
-        start = row * ((k + 1) // 2) + tl.min(column, 0) // 2
-        first, second = rounding.pair_noise(first, second, start[:, None] + tl.arange(0, C // 2)[None, :])
+        start = (row * ((k + 1) // 2) + left // 2).to(tl.uint32)
+        pair = start[:, None] + tl.arange(0, C // 2).to(tl.uint32)[None, :]
+        first, second = rounding.pair_noise(first, second, pair)
         h = tl.reshape(tl.join(first, second), (R, C))
     elif ROUNDING == "stochastic":
         h = (random * 32768.0).to(tl.int32)

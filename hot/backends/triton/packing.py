@@ -13,37 +13,34 @@ from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 
 @triton.jit
-def pack_kernel(codes, packed, rows, k, stride_row, stride_column, R: tl.constexpr, C: tl.constexpr):
-    """R rows × C codes a program."""
+def pack_kernel(codes, packed, rows, k, length, stride_row, stride_column, R: tl.constexpr, C: tl.constexpr):
+    """R rows × C codes a program. length: bytes of a row."""
     # byte = even & 15 | odd << 4
-    program = tl.program_id(0).to(tl.int64)
-    column_tiles = tl.cdiv(k, C)
-    row = (program // column_tiles) * R + tl.arange(0, R)
-    start = (program % column_tiles) * C
-    column = start + tl.arange(0, C)
+    program, column_tiles = tl.program_id(0), tl.cdiv(k, C)
+    row = (program // column_tiles).to(tl.int64) * R + tl.arange(0, R)
+    chunk = (program % column_tiles).to(tl.int64)
+    column = chunk * C + tl.arange(0, C)
     mask = (row < rows)[:, None] & (column < k)[None, :]
     code = tl.load(codes + (row * stride_row)[:, None] + (column * stride_column)[None, :], mask=mask, other=0)
     even, odd = tl.split(tl.reshape(code.to(tl.uint8, bitcast=True), (R, C // 2, 2)))
-    length = (k + 1) // 2
-    at = start // 2 + tl.arange(0, C // 2)
+    at = chunk * (C // 2) + tl.arange(0, C // 2)
     target = packed + (row * length)[:, None] + at[None, :]
     tl.store(target, (even & 15) | (odd << 4), mask=(row < rows)[:, None] & (at < length)[None, :])
 
 
 @triton.jit
-def unpack_kernel(packed, codes, rows, k, stride_row, stride_column, R: tl.constexpr, C: tl.constexpr):
-    """R rows × C codes a program."""
+def unpack_kernel(packed, codes, rows, k, length, stride_row, stride_column, R: tl.constexpr, C: tl.constexpr):
+    """R rows × C codes a program. length: bytes of a row."""
     # even = byte << 4 >> 4, odd = byte >> 4, both with sign
-    program = tl.program_id(0).to(tl.int64)
-    column_tiles = tl.cdiv(k, C)
-    row = (program // column_tiles) * R + tl.arange(0, R)
-    start = (program % column_tiles) * C
-    at = start // 2 + tl.arange(0, C // 2)
-    mask = (row < rows)[:, None] & (at < (k + 1) // 2)[None, :]
+    program, column_tiles = tl.program_id(0), tl.cdiv(k, C)
+    row = (program // column_tiles).to(tl.int64) * R + tl.arange(0, R)
+    chunk = (program % column_tiles).to(tl.int64)
+    at = chunk * (C // 2) + tl.arange(0, C // 2)
+    mask = (row < rows)[:, None] & (at < length)[None, :]
     byte = tl.load(packed + (row * stride_row)[:, None] + (at * stride_column)[None, :], mask=mask, other=0)
     signed = byte.to(tl.int8, bitcast=True)
     code = tl.reshape(tl.join((signed << 4).to(tl.int8) >> 4, signed >> 4), (R, C))
-    column = start + tl.arange(0, C)
+    column = chunk * C + tl.arange(0, C)
     tl.store(codes + (row * k)[:, None] + column[None, :], code, mask=(row < rows)[:, None] & (column < k)[None, :])
 
 
@@ -82,7 +79,7 @@ def _run(way: str, source: Tensor, target: Tensor, k: int) -> None:
     def run(config: Config) -> None:
         r, c = tile(rows, k, config["ELEMENTS"], False)
         grid = (triton.cdiv(rows, r) * triton.cdiv(k, c),)
-        kernel[grid](source, target, rows, k, *source.stride(), R=r, C=c, num_warps=config["num_warps"])
+        kernel[grid](source, target, rows, k, -(-k // 2), *source.stride(), R=r, C=c, num_warps=config["num_warps"])
 
     with on_device(source):
         launch(PACK, (way, bucket(k)), source.device, run)

@@ -26,21 +26,26 @@ LARGEST_TILE, NEAR_ROWS = 2**14, 16
 
 
 @triton.jit
-def _place(rows, k, span, R: tl.constexpr, C: tl.constexpr, INNERMOST: tl.constexpr):
-    """(row (R,), run, column (C,), mask (R, C)) of this program: a tile of one run; neighbours in the order of memory."""
-    program = tl.program_id(0).to(tl.int64)
+def _corner(rows, k, span, R: tl.constexpr, C: tl.constexpr, INNERMOST: tl.constexpr):
+    """(first row, run, first column) of this program's tile, int64; a tile lies in one run; neighbours as memory has them."""
+    program = tl.program_id(0)  # divided in 32 bits, which costs a fifth
     chunks = tl.cdiv(span, C)
-    runs = tl.cdiv(k, span)
     if INNERMOST:
         row_tiles = tl.cdiv(rows, R)
-        tile_of_rows, at = program % row_tiles, program // row_tiles
+        row, at = program % row_tiles, program // row_tiles
     else:
-        tile_of_rows, at = program // (runs * chunks), program % (runs * chunks)
-    run = at // chunks
-    row = tile_of_rows * R + tl.arange(0, R)
-    inside = (at % chunks) * C + tl.arange(0, C)
-    column = run * span + inside
-    return row, run, column, (row < rows)[:, None] & ((inside < span) & (column < k))[None, :]
+        across = tl.cdiv(k, span) * chunks
+        row, at = program // across, program % across
+    run, chunk = (at // chunks).to(tl.int64), (at % chunks).to(tl.int64)
+    return row.to(tl.int64) * R, run, run * span + chunk * C
+
+
+@triton.jit
+def _spread(first, run, left, rows, k, span, R: tl.constexpr, C: tl.constexpr):
+    """(row (R,), column (C,), mask (R, C)) of the tile at a corner."""
+    row = first + tl.arange(0, R)
+    column = left + tl.arange(0, C)
+    return row, column, (row < rows)[:, None] & (column < tl.minimum(k, (run + 1) * span))[None, :]
 
 
 @triton.jit
@@ -56,14 +61,15 @@ def groups_kernel(
     KIND: tl.constexpr, ROUNDING: tl.constexpr, LIMIT: tl.constexpr, M: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """C ≥ span: every row of the tile is one scale group."""
-    row, run, column, mask = _place(rows, k, span, R, C, INNERMOST)
+    first, run, left = _corner(rows, k, span, R, C, INNERMOST)
+    row, column, mask = _spread(first, run, left, rows, k, span, R, C)
     values = _load(x, row, column, x_row, x_column, mask)
     # scale = max |x| / limit; codes = round(x · (1 / scale))
     own, factor = rounding.scale_of(rounding.largest_bits(values, 1), LIMIT)
     tl.store(scale + row * tl.cdiv(k, span) + run, own, mask=row < rows)
     target = (row * k)[:, None] + column[None, :]
     noise = tl.load(random + target, mask=mask, other=0.0) if ROUNDING == "stochastic" else 0.0
-    code = encode(values, factor[:, None], noise, row, column, k, R, C, KIND, ROUNDING, LIMIT, M, BIAS)
+    code = encode(values, factor[:, None], noise, row, left, k, R, C, KIND, ROUNDING, LIMIT, M, BIAS)
     tl.store(codes + target, code, mask=mask)
 
 
@@ -72,7 +78,8 @@ def largest_kernel(
     x, top, rows, k, span, x_row, x_column, R: tl.constexpr, C: tl.constexpr, INNERMOST: tl.constexpr, PER: tl.constexpr
 ):
     """max |x| as bits, merged into `top` (zeros at first) by atomic maxima, whose order does not matter."""
-    row, run, column, mask = _place(rows, k, span, R, C, INNERMOST)
+    first, run, left = _corner(rows, k, span, R, C, INNERMOST)
+    row, column, mask = _spread(first, run, left, rows, k, span, R, C)
     values = _load(x, row, column, x_row, x_column, mask)
     if PER == "row":
         at = top + row * tl.cdiv(k, span) + run
@@ -89,16 +96,17 @@ def codes_kernel(
     PER: tl.constexpr, KIND: tl.constexpr, ROUNDING: tl.constexpr, LIMIT: tl.constexpr, M: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Codes by the maxima of `largest_kernel`. The programs of the first tile of a group write its scale."""
-    row, run, column, mask = _place(rows, k, span, R, C, INNERMOST)
+    first, run, left = _corner(rows, k, span, R, C, INNERMOST)
+    row, column, mask = _spread(first, run, left, rows, k, span, R, C)
     values = _load(x, row, column, x_row, x_column, mask)
     if PER == "row":
         at = row * tl.cdiv(k, span) + run
         own, factor = rounding.scale_of(tl.load(top + at, mask=row < rows, other=0), LIMIT)
-        tl.store(scale + at, own, mask=(row < rows) & (tl.min(column, 0) == run * span))
+        tl.store(scale + at, own, mask=(row < rows) & (left == run * span))
         factor = factor[:, None]
     elif PER == "token":
         own, factor = rounding.scale_of(tl.load(top + column, mask=column < k, other=0), LIMIT)
-        tl.store(scale + column, own, mask=(column < k) & (tl.min(row, 0) == 0))
+        tl.store(scale + column, own, mask=(column < k) & (first == 0))
         factor = factor[None, :]
     else:
         own, factor = rounding.scale_of(tl.load(top + tl.arange(0, 1)), LIMIT)
@@ -106,19 +114,25 @@ def codes_kernel(
         factor = factor[:, None]
     target = (row * k)[:, None] + column[None, :]
     noise = tl.load(random + target, mask=mask, other=0.0) if ROUNDING == "stochastic" else 0.0
-    code = encode(values, factor, noise, row, column, k, R, C, KIND, ROUNDING, LIMIT, M, BIAS)
+    code = encode(values, factor, noise, row, left, k, R, C, KIND, ROUNDING, LIMIT, M, BIAS)
     tl.store(codes + target, code, mask=mask)
 
 
 @triton.jit
 def dequantize_kernel(
     codes, scale, out, rows, k, group, codes_row, codes_column, scale_row, scale_column,
-    R: tl.constexpr, C: tl.constexpr, INNERMOST: tl.constexpr, M: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, INNERMOST: tl.constexpr, M: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """out = codes · scale, in float64 where out is, else in float32. M: mantissa bits of float8 codes, 0 for integers."""
-    row, _, column, mask = _place(rows, k, k, R, C, INNERMOST)
+    first, run, left = _corner(rows, k, k, R, C, INNERMOST)
+    row, column, mask = _spread(first, run, left, rows, k, k, R, C)
     code = tl.load(codes + (row * codes_row)[:, None] + (column * codes_column)[None, :], mask=mask, other=0)
-    own = tl.load(scale + (row * scale_row)[:, None] + (column // group * scale_column)[None, :], mask=mask, other=0.0)
+    if PER == "row":
+        own = tl.load(scale + row * scale_row, mask=row < rows, other=0.0)[:, None]
+    else:
+        own = tl.load(
+            scale + (row * scale_row)[:, None] + (column // group * scale_column)[None, :], mask=mask, other=0.0
+        )
     v = rounding.float8_floats(code, M) if M > 0 else code.to(tl.float32)
     if out.dtype.element_ty == tl.float64:
         v = v.to(tl.float64) * own.to(tl.float64)
@@ -204,13 +218,14 @@ def dequantize(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> 
         return out
     mantissa, innermost = MANTISSA.get(codes.dtype, 0), _innermost(codes)
     source = codes.view(torch.uint8) if mantissa else codes
+    per = "row" if scale.shape[1] == 1 and group == 0 else "column"
     steps = [stride if size > 1 else 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)]
 
     def run(config: Config) -> None:
         r, c = tile(rows, k, config["ELEMENTS"], innermost)
         dequantize_kernel[(triton.cdiv(rows, r) * triton.cdiv(k, c),)](
             source, scale, out, rows, k, max(group, 1), *source.stride(), *steps,
-            R=r, C=c, INNERMOST=innermost, M=mantissa, num_warps=config["num_warps"],
+            R=r, C=c, INNERMOST=innermost, M=mantissa, PER=per, num_warps=config["num_warps"],
         )  # fmt: skip
 
     key = bucket(k), "rows" if innermost else "columns", str(codes.dtype), str(dtype)
@@ -232,9 +247,9 @@ def _codes(per: str) -> Specimen:
     return specimen(codes_kernel, {"x": "*fp32", "top": "*i32", **_CODED}, **how)
 
 
-def _dequantize(codes: str, out: str, mantissa: int) -> Specimen:
+def _dequantize(codes: str, out: str, mantissa: int, per: str) -> Specimen:
     layout = {"codes_column": 1, "R": 8, "C": 512, "INNERMOST": False}
-    return specimen(dequantize_kernel, {"codes": codes, "scale": "*fp32", "out": out}, M=mantissa, **layout)
+    return specimen(dequantize_kernel, {"codes": codes, "scale": "*fp32", "out": out}, M=mantissa, PER=per, **layout)
 
 
 SPECIMENS = [
@@ -245,7 +260,7 @@ SPECIMENS = [
     *(specimen(largest_kernel, {"x": "*bf16", "top": "*i32"}, PER=per, **_WIDE) for per in ("row", "token", "tensor")),
     specimen(largest_kernel, {"x": "*fp64", "top": "*i64"}, PER="token", **_TALL),
     *(_codes(per) for per in ("row", "token", "tensor")),
-    _dequantize("*i8", "*bf16", 0),
-    _dequantize("*u8", "*fp32", 3),
-    _dequantize("*u8", "*fp64", 2),
+    _dequantize("*i8", "*bf16", 0, "row"),
+    _dequantize("*u8", "*fp32", 3, "column"),
+    _dequantize("*u8", "*fp64", 2, "row"),
 ]

@@ -38,20 +38,29 @@ def kernels() -> set[Any]:
     return {one for one in found if isinstance(one, triton.JITFunction)}
 
 
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], chip: int) -> Any:
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    aligned = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if signature[name][:1] == "*"}
+    return triton.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", chip, 32))
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(("kernel", "types", "constants"), specimens())
 def test_compiles(kernel: Any, types: dict[str, str], constants: dict[str, Any], chip: int) -> None:
     if chip < 89 and any("fp8e4nv" in str(value) for value in (*types.values(), *constants.values())):
         pytest.skip(f"sm_{chip} has no float8 e4m3")
-    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    aligned = {
-        (n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if types.get(name, "")[:1] == "*"
-    }
-    source = ASTSource(kernel, signature, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32))
-    assert compiled.asm["cubin"]
-    assert not re.search(r"(add|sub|mul|fma|div\.\w+|min|max)\.ftz", compiled.asm["ptx"])  # denormals are kept
-    assert compiled.metadata.shared <= 99 * 1024
+    made = compiled(kernel, types, constants, chip)
+    assert made.asm["cubin"] and made.metadata.shared <= 99 * 1024
+    assert not re.search(r"(add|sub|mul|fma|div\.\w+|min|max)\.ftz", made.asm["ptx"])  # denormals are kept
+
+
+@pytest.mark.parametrize(("kernel", "types", "constants"), specimens())
+def test_compiles_where_every_size_and_stride_is_one(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any]
+) -> None:
+    """Triton makes a constant of a 1, and a constant has not all that a number has."""
+    ones = {name: 1 for name, kind in types.items() if kind == "i32"}
+    assert compiled(kernel, types, {**constants, **ones}, 90).asm["cubin"]
 
 
 def test_no_kernel_is_without_a_specimen() -> None:
