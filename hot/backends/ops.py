@@ -165,8 +165,9 @@ def matmul(
 ) -> Tensor:
     """The product of two quantized operands: (M, K) codes, (N, K) codes → (M, N) in dtype.
 
-    Integer codes with scales per tensor or row are multiplied as integers, exactly, then scaled; every other pair as
-    dequantized floats. float32 accumulation (float64 where dtype is). a_group, b_group: K-block of a block scale, else 0.
+    Codes of one dtype with scales per tensor or row are multiplied, then scaled: integers exactly, whatever holds them, float8
+    numbers as tensor cores add them. Every other pair as dequantized floats. float32 accumulation (float64 where dtype is).
+    a_group, b_group: K-block of a block scale, else 0.
 
     Equals: (dequantize(a, a_scale) @ dequantize(b, b_scale).T).to(dtype)
     """

@@ -6,7 +6,7 @@ Errors are in units that make the limits constants:
     codes       codes that are not what the op says: none may be. A quantizer alone sees what the oracle sees, bit for
                 bit; behind a transform, a code must be a legal rounding of the float64 value, give or take its error
     noise       standard deviations by which the sum of all rounding errors is off zero: 6
-    products    eps of the result; integer products with unit scales must be exact
+    products    eps of the result; integer products with unit scales must be exact; see FLOAT8_SUMS
 
 A result must be finite exactly where the oracle is, in every op.
 """
@@ -28,6 +28,9 @@ from hot.checking.oracles import TINY, exact
 EPS32 = torch.finfo(torch.float32).eps
 SIGMAS = 6.0
 UNBIASED = ("hashed", "stochastic")
+FLOAT8_SUMS = 2.0**12
+"""So much coarser than float32 may the sums of a product of float8 values be: tensor cores keep about 13 bits of a partial sum
+on Hopper (DeepSeek-V3 Technical Report, 2024, section 3.3). Whole numbers of few bits stay exact."""
 Verdicts = Iterator["Verdict"]
 
 
@@ -218,19 +221,24 @@ def matmul(args: dict[str, Any], got: Tensor) -> Verdicts:
     want = left @ right.T
     wide = dtype in (torch.float32, torch.float64)
     stored = _result_unit(want, dtype)
-    if (
-        a.dtype == b.dtype == torch.int8
-        and args["a_group"] == args["b_group"] == 0
-        and a_scale.shape[1] == b_scale.shape[1] == 1
-    ):
-        want = (a.cpu().long() @ b.cpu().long().T).double() * exact(a_scale) * exact(b_scale).T
+    factors_out = args["a_group"] == args["b_group"] == 0 and a_scale.shape[1] == b_scale.shape[1] == 1
+    if factors_out and a.dtype == b.dtype and _whole(a) and _whole(b):
+        want = (exact(a).long() @ exact(b).long().T).double() * exact(a_scale) * exact(b_scale).T
         terms = 4 * want.abs()
         if bool((a_scale == 1).all() and (b_scale == 1).all()):
             terms, stored = torch.zeros_like(want), torch.zeros_like(want) if wide else stored
     else:
         terms = 2 * math.sqrt(a.shape[1]) * (left.abs() @ right.abs().T)
+        if factors_out and a.dtype == b.dtype == torch.float8_e4m3fn:
+            terms *= FLOAT8_SUMS
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     yield measure("product", got, _as_stored(want, dtype), eps * terms.nan_to_num(posinf=0.0) + stored, 1.0)
+
+
+def _whole(codes: Tensor) -> bool:
+    """Whether all codes are whole numbers of few bits, whatever holds them."""
+    values = exact(codes)
+    return codes.dtype == torch.int8 or bool((values == values.round()).all() and (values.abs() <= 64).all())
 
 
 def pack4(args: dict[str, Any], got: Tensor) -> Verdicts:

@@ -64,7 +64,8 @@ def matmul(
     a: Tensor, a_scale: Tensor, a_group: int, b: Tensor, b_scale: Tensor, b_group: int, dtype: torch.dtype
 ) -> Tensor:
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    integers = a.dtype == b.dtype == torch.int8 and a.numel() and b.numel()
-    if integers and _factors_out(a_scale, a_group) and _factors_out(b_scale, b_group):
-        return integer_product(a, b, compute).mul_(a_scale).mul_(b_scale.T).to(dtype)
+    if a.dtype == b.dtype and _factors_out(a_scale, a_group) and _factors_out(b_scale, b_group):
+        integers = a.dtype == torch.int8 and a.numel() and b.numel()
+        product = integer_product(a, b, compute) if integers else a.to(compute) @ b.to(compute).T
+        return product.mul_(a_scale).mul_(b_scale.T).to(dtype)
     return (dequantize(a, a_scale, a_group, compute) @ dequantize(b, b_scale, b_group, compute).T).to(dtype)

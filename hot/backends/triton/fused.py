@@ -7,7 +7,8 @@ samples. An operand is then made in one of two ways, or, of a gradient, in both 
     across   K is the blocked axis: codes lie transposed           (grad_weight's gradient and input, grad_input's weight)
 
 A transform is a product with a small matrix of ±1, which is exact in bfloat16 and float16 with float32 sums. One scale a row
-or tensor needs the largest magnitude first: `largest_kernel` reads for it, `quantize_kernel` reads again and writes codes.
+or tensor needs the largest magnitude first: `largest_kernel` reads for it, `scales_kernel` makes scales of it, and
+`quantize_kernel` reads again and writes codes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hot.backends.ops import bits_of, code_dtype, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
 from hot.backends.triton.launch import Specimen, on_device, specimen
-from hot.backends.triton.rounding import TINY, float_bits, mantissa_noise, pair_noise
+from hot.backends.triton.rounding import float_bits, mantissa_noise, pair_noise, scale_of
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -80,10 +81,10 @@ def _dot(x, basis):
 
 
 @triton.jit
-def _basis(matrix, rank, N: tl.constexpr, R: tl.constexpr):
-    """The transposed basis (N, R) of a matrix (rank, N), zeros beyond its rank."""
+def _basis(matrix, RANK: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
+    """The transposed basis (N, R) of a matrix (RANK, N), zeros beyond its rank."""
     r = tl.arange(0, R)
-    return tl.load(matrix + r[None, :] * N + tl.arange(0, N)[:, None], mask=(r < rank)[None, :], other=0.0)
+    return tl.load(matrix + r[None, :] * N + tl.arange(0, N)[:, None], mask=(r < RANK)[None, :], other=0.0)
 
 
 @triton.jit
@@ -117,18 +118,15 @@ def _largest(y):
 
 
 @triton.jit
-def _codes(y, top, pairs, row_pairs, LIMIT: tl.constexpr, ROUNDING: tl.constexpr, HOLDER: tl.constexpr):
-    """Codes of y (m, rows, R) in HOLDER's dtype, and scales (rows,), from the bits of the largest magnitude of each row.
+def _codes(y, factor, pairs, row_pairs, ROUNDING: tl.constexpr, HOLDER: tl.constexpr):
+    """Codes of y (m, rows, R): whole numbers in float32 for a float8 HOLDER, else int32. factor (rows,): as of `scale_of`.
 
     For the noise, pairs (m, R / 2): ⌊k / 2⌋ of each two neighbours along K; row_pairs (rows,): row·⌈K/2⌉.
     """
     # v = y · (1 / scale). Adding 1.5·2²³ to v·2¹⁵ rounds it to a whole number and leaves that in the low bits of the float;
     # the noise is added to these, and what stands above bit 15 is the code. |v| ≤ LIMIT (1 + 2⁻²³), which rounds to LIMIT·2¹⁵,
     # so nothing is clamped.
-    finite = top < 0x7F800000
-    limit = tl.full(top.shape, LIMIT, tl.float32)
-    scale = tl.where(finite, tl.maximum(tl.div_rn(top.to(tl.float32, bitcast=True), limit), TINY), 1.0)
-    factor = tl.div_rn(tl.full(top.shape, 1.0, tl.float32), scale)
+    finite = factor > 0
     if ROUNDING == "nearest":
         t = (y * factor[None, :, None] + 12582912.0) - 12582912.0
         t = tl.where(finite[None, :, None], t, 0.0)
@@ -145,19 +143,28 @@ def _codes(y, top, pairs, row_pairs, LIMIT: tl.constexpr, ROUNDING: tl.constexpr
         if tl.float8e4nv == HOLDER:  # without what is below bit 15 it is the float 1.5·2²³ + code·2¹⁵
             kept = tl.where(finite, -32768, 0)[None, :, None]
             offset = tl.where(finite, -384.0, 0.0)[None, :, None]
-            codes = tl.fma((t & kept).to(tl.float32, bitcast=True), 2.0**-15, offset).to(HOLDER)
+            codes = tl.fma((t & kept).to(tl.float32, bitcast=True), 2.0**-15, offset)
         else:
-            codes = (((t - 0x4B400000) >> 15) & tl.where(finite, -1, 0)[None, :, None]).to(HOLDER)
-    return codes, tl.where(finite, scale, float("nan"))
+            codes = ((t - 0x4B400000) >> 15) & tl.where(finite, -1, 0)[None, :, None]
+    return codes
+
+
+@triton.jit
+def scales_kernel(tops, scales, factors, count, LIMIT: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Scales and what elements are multiplied by, from tops: once a row, not once a row and tile."""
+    i = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    scale, factor = scale_of(tl.load(tops + i, mask=i < count, other=0), LIMIT)
+    tl.store(scales + i, scale, mask=i < count)
+    tl.store(factors + i, factor, mask=i < count)
 
 
 @triton.jit
 def largest_kernel(
     x, along_matrix, across_matrix, along_top, across_top, sums,
-    samples, length, per, columns, stride, step, piece_stride, row_tiles, along_rank, across_rank,
+    samples, length, per, columns, stride, step, piece_stride, row_tiles,
     ALONG: tl.constexpr, ACROSS: tl.constexpr, SUMS: tl.constexpr, ALONG_GAIN: tl.constexpr, ACROSS_GAIN: tl.constexpr,
-    A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
-    TILES: tl.constexpr, WRAPS: tl.constexpr,
+    A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, WRAPS: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitudes of coefficients, as bits, into zeroed tops; the sums over TILES tiles of rows of each column.
 
@@ -166,8 +173,8 @@ def largest_kernel(
     column, group, piece = _program(columns, row_tiles, C)
     c = column + tl.arange(0, C)
     x += piece.to(tl.int64) * piece_stride
-    along = _basis(along_matrix, along_rank, A, AR)
-    across = _basis(across_matrix, across_rank, N, R)
+    along = _basis(along_matrix, ALONG_RANK, A, AR)
+    across = _basis(across_matrix, ACROSS_RANK, N, R)
     seen = tl.zeros((M, C, R), tl.float32)
     total = tl.zeros((C, 16), tl.float32)
     for tile in range(TILES):
@@ -198,18 +205,19 @@ def largest_kernel(
 
 @triton.jit
 def quantize_kernel(
-    x, along_matrix, across_matrix, along_top, across_top, along_codes, along_scale, across_codes, across_scale,
+    x, along_matrix, across_matrix, along_factor, across_factor, along_codes, along_scale, across_codes, across_scale,
     samples, length, per, columns, stride, step, piece_stride, row_tiles,
-    along_rank, along_k, along_piece, across_rank, across_k, across_sample,
+    along_k, along_piece, across_k, across_sample,
     ALONG: tl.constexpr, ACROSS: tl.constexpr, ALONG_GAIN: tl.constexpr, ACROSS_GAIN: tl.constexpr,
     ALONG_LIMIT: tl.constexpr, ACROSS_LIMIT: tl.constexpr, ALONG_ROUNDING: tl.constexpr, ACROSS_ROUNDING: tl.constexpr,
-    A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
-    WRAPS: tl.constexpr,
+    A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, FLAT: tl.constexpr, WRAPS: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of one tile, M blocks of N rows × C columns.
+    """Codes of one tile, M blocks of N rows × C columns.
 
-    ALONG, ACROSS: granularity of that operand, empty for none; ``block`` has one group a tile. …_k: K; along_piece and
-    across_sample: the part of K that one piece of the columns, or one sample, makes.
+    ALONG, ACROSS: granularity of that operand, empty for none; ``block`` has one group a tile, whose scale is made here.
+    …_k: K; along_piece and across_sample: the part of K that one piece of the columns, or one sample, makes. FLAT: every block
+    makes a whole rank of it, so that K needs no samples.
     """
     column, tile, piece = _program(columns, row_tiles, C)
     first = tile * M
@@ -220,60 +228,59 @@ def quantize_kernel(
         sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
         row = (sample * length + start + r % N).to(tl.int64)
         inside = r % N < left
-        y = _along(t, _basis(along_matrix, along_rank, A, AR), ALONG_GAIN)
+        y = _along(t, _basis(along_matrix, ALONG_RANK, A, AR), ALONG_GAIN)
         if ALONG == "block":
-            top = _largest(y)
+            scale, factor = scale_of(_largest(y), ALONG_LIMIT)
         elif ALONG == "row":
-            top = tl.load(along_top + row, mask=inside, other=0)
+            factor = tl.load(along_factor + row, mask=inside, other=1.0)
         else:
-            top = tl.load(along_top + tl.zeros_like(row))
-        k = piece * along_piece + (column // A) * along_rank
-        pairs = (k // 2 + tl.arange(0, C // A) * (along_rank // 2))[:, None] + tl.arange(0, AR // 2)[None, :]
+            factor = tl.load(along_factor + tl.zeros_like(row))
+        start = column // A * ALONG_RANK
+        k = piece * along_piece + start
+        pairs = (k // 2 + tl.arange(0, C // A) * (ALONG_RANK // 2))[:, None] + tl.arange(0, AR // 2)[None, :]
         row_pairs = (row * ((along_k + 1) // 2)).to(tl.int32)
-        codes, scale = _codes(y, top, pairs, row_pairs, ALONG_LIMIT, ALONG_ROUNDING, along_codes.dtype.element_ty)
+        codes = _codes(y, factor, pairs, row_pairs, ALONG_ROUNDING, along_codes.dtype.element_ty)
         if ALONG == "block":
             groups = tl.cdiv(along_k, C // A * AR)
             tl.store(along_scale + row * groups + k // (C // A * AR), scale, mask=inside)
-        elif (column == 0) & (piece == 0):
-            if ALONG == "row":
-                tl.store(along_scale + row, scale, mask=inside)
-            elif first == 0:
-                tl.store(along_scale + r, scale, mask=r < 1)
         j = tl.arange(0, C // A * AR)
-        at = column // A * along_rank + j // AR * along_rank + j % AR
-        inner = (j % AR < along_rank) & (at < along_piece)
-        codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (M * N, C // A * AR))
+        at = start + (j if ALONG_RANK == AR else j // AR * ALONG_RANK + j % AR)
+        inner = (at < along_piece) & (j % AR < ALONG_RANK)
+        codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (M * N, C // A * AR)).to(along_codes.dtype.element_ty)
         place = along_codes + (row * along_k + piece * along_piece)[:, None] + at[None, :]
         tl.store(place, codes, mask=inside[:, None] & inner[None, :])
     if ACROSS != "":
         c = column + tl.arange(0, C)
         inside = c < columns
-        y = _across(t, _basis(across_matrix, across_rank, N, R), ACROSS_GAIN)
+        y = _across(t, _basis(across_matrix, ACROSS_RANK, N, R), ACROSS_GAIN)
         if ACROSS == "block":
-            top = _largest(y)
+            scale, factor = scale_of(_largest(y), ACROSS_LIMIT)
         elif ACROSS == "row":
-            top = tl.load(across_top + c, mask=inside, other=0)
+            factor = tl.load(across_factor + c, mask=inside, other=1.0)
         else:
-            top = tl.load(across_top + tl.zeros_like(c))
-        sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, WRAPS)
-        k = sample * across_sample + start // N * across_rank
+            factor = tl.load(across_factor + tl.zeros_like(c))
+        if FLAT:
+            k = (first + tl.arange(0, M)) * ACROSS_RANK
+        else:
+            sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, WRAPS)
+            k = sample * across_sample + start // N * ACROSS_RANK
         row_pairs = (c.to(tl.int64) * ((across_k + 1) // 2)).to(tl.int32)
         pairs = (k // 2)[:, None] + tl.arange(0, R // 2)[None, :]
-        codes, scale = _codes(y, top, pairs, row_pairs, ACROSS_LIMIT, ACROSS_ROUNDING, across_codes.dtype.element_ty)
+        codes = _codes(y, factor, pairs, row_pairs, ACROSS_ROUNDING, across_codes.dtype.element_ty)
         if ACROSS == "block":
             groups = tl.cdiv(across_k, M * R)
             tl.store(across_scale + c.to(tl.int64) * groups + tile, scale, mask=inside)
-        elif first == 0:
-            if ACROSS == "row":
-                tl.store(across_scale + c, scale, mask=inside)
-            elif column == 0:
-                tl.store(across_scale + tl.arange(0, C), scale, mask=tl.arange(0, C) < 1)
         j = tl.arange(0, M * R)
-        sample, start, left = _place(first, per, length, samples, j // R, N, WRAPS)
-        in_sample = start // N * across_rank + j % R
-        inner = (j % R < across_rank) & (left > 0) & (in_sample < across_sample)
-        codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (C, M * R))
-        place = across_codes + c.to(tl.int64)[:, None] * across_k + (sample * across_sample + in_sample)[None, :]
+        if FLAT:
+            at = first * ACROSS_RANK + (j if ACROSS_RANK == R else j // R * ACROSS_RANK + j % R)
+            inner = (at < across_k) & (j % R < ACROSS_RANK)
+        else:
+            sample, start, left = _place(first, per, length, samples, j // R, N, WRAPS)
+            in_sample = start // N * ACROSS_RANK + j % R
+            at = sample * across_sample + in_sample
+            inner = (j % R < ACROSS_RANK) & (left > 0) & (in_sample < across_sample)
+        codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (C, M * R)).to(across_codes.dtype.element_ty)
+        place = across_codes + c.to(tl.int64)[:, None] * across_k + at[None, :]
         tl.store(place, codes, mask=inside[:, None] & inner[None, :])
 
 
@@ -317,6 +324,11 @@ class _Way(NamedTuple):
         return max(triton.next_power_of_2(self.rank), 8)
 
     @property
+    def limit(self) -> int:
+        """The largest code."""
+        return int(2 ** (bits_of(self.format) - 1) - 1)
+
+    @property
     def scaled_by(self) -> str:
         """The granularity, where the largest magnitude must be known before the first code."""
         return "" if self.granularity == "block" else self.granularity
@@ -338,7 +350,7 @@ class _Way(NamedTuple):
         """The kernels' constants of this way of the name."""
         return {
             f"{name}_GAIN": self.gain,
-            f"{name}_LIMIT": 2 ** (bits_of(self.format) - 1) - 1,
+            f"{name}_LIMIT": self.limit,
             f"{name}_ROUNDING": self.rounding,
         }
 
@@ -400,8 +412,13 @@ def _serves(
     return granularity in ("row", "tensor") and rounding in ("nearest", "hashed", "pseudo_stochastic")
 
 
+_TILES = {
+    "along": {"ROWS": 32, "C": 128, "num_warps": 2, "maxnreg": 128},
+    "across": {"ROWS": 64, "C": 128, "num_warps": 4, "maxnreg": 128},
+    "along+across": {"ROWS": 64, "C": 128, "num_warps": 4, "maxnreg": 128},
+}
 LARGEST = family(
-    "largest",
+    "largest of operands",
     lambda key: {"ROWS": 64, "C": 64, "TILES": 8, "num_warps": 4, "num_stages": 2},
     lambda key: [
         {"ROWS": rows, "C": columns, "TILES": tiles, "num_warps": 4, "num_stages": 2}
@@ -410,11 +427,12 @@ LARGEST = family(
 )  # fmt: skip
 """Shape class: the operands that are made, block sides, classes of the sizes, dtype."""
 QUANTIZE = family(
-    "quantize",
-    lambda key: {"ROWS": 32, "C": 128, "num_warps": 2} if key[0] == "along" else {"ROWS": 64, "C": 128, "num_warps": 4},
+    "quantize operands",
+    lambda key: _TILES[str(key[0])],
     lambda key: [
-        {"ROWS": rows, "C": columns, "num_warps": warps}
+        {"ROWS": rows, "C": columns, "num_warps": warps, "maxnreg": registers}
         for rows, columns, warps in ((32, 128, 2), (64, 64, 2), (64, 128, 4), (32, 128, 4), (128, 64, 4), (32, 256, 4))
+        for registers in (128, 168, 255)
     ],
 )
 """Shape class: as of LARGEST."""
@@ -430,12 +448,9 @@ def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> lis
     some = m.x  # where a kernel takes a pointer that it will not follow
     a, b = along or across, across or along
     assert a is not None and b is not None
-    tops = torch.zeros(
-        (along.tops(rows) if along else 0) + (across.tops(m.columns) if across else 0),
-        dtype=torch.int32,
-        device=m.x.device,
-    )
-    along_top, across_top = tops[: along.tops(rows) if along else 0], tops[along.tops(rows) if along else 0 :]
+    counts = along.tops(rows) if along else 0, across.tops(m.columns) if across else 0
+    every = torch.zeros(sum(counts), dtype=torch.int32, device=m.x.device)
+    tops, factors = every.split(counts), torch.empty_like(every, dtype=torch.float32).split(counts)
     side = across.side if across else IDENTITY
     per = triton.cdiv(m.length, side)
     kinds = "+".join([*(["along"] if along else []), *(["across"] if across else [])])
@@ -445,8 +460,9 @@ def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> lis
     def common(config: Config, tiles: int) -> dict[str, object]:
         blocks = max(config["ROWS"] // side, 1)
         return {
-            "A": a.side, "AR": a.width, "R": b.width, "M": blocks, "N": side, "C": max(config["C"], a.side),
-            "WRAPS": blocks > per, "num_warps": config["num_warps"], "enable_fp_fusion": False,
+            "A": a.side, "AR": a.width, "R": b.width, "ALONG_RANK": a.rank, "ACROSS_RANK": b.rank,
+            "M": blocks, "N": side, "C": max(config["C"], a.side), "WRAPS": blocks > per, "num_warps": config["num_warps"],
+            "enable_fp_fusion": False,  # every operation is rounded by itself, as the reference's are
         }  # fmt: skip
 
     def grid(constants: dict[str, object], tiles: int) -> tuple[int, int]:
@@ -461,7 +477,7 @@ def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> lis
         programs, row_tiles = grid(constants, config["TILES"])
         partial = torch.empty(row_tiles if sums else 0, m.columns, dtype=torch.float32, device=m.x.device)
         largest_kernel[(programs,)](
-            m.x, a.matrix, b.matrix, along_top, across_top, partial, *sizes, row_tiles, a.rank, b.rank,
+            m.x, a.matrix, b.matrix, *tops, partial, *sizes, row_tiles,
             ALONG=along.scaled_by if along else "", ACROSS=across.scaled_by if across else "", SUMS=sums,
             ALONG_GAIN=a.gain, ACROSS_GAIN=b.gain, TILES=config["TILES"], num_stages=config["num_stages"], **constants,
         )  # fmt: skip
@@ -476,15 +492,22 @@ def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> lis
             constants |= {"C": max(8192 // (int(constants["M"]) * side), 16), "WRAPS": constants["M"] > per}  # type: ignore[call-overload]
         programs, row_tiles = grid(constants, 1)
         quantize_kernel[(programs,)](
-            m.x, a.matrix, b.matrix, along_top, across_top, *(along_out or (some, some)), *(across_out or (some, some)),
-            *sizes, row_tiles, a.rank, along_k, along_k // m.pieces, b.rank, across_k, across_k // m.samples,
+            m.x, a.matrix, b.matrix, *factors, *(along_out or (some, some)), *(across_out or (some, some)),
+            *sizes, row_tiles, along_k, along_k // m.pieces, across_k, across_k // m.samples,
             ALONG=along.granularity if along else "", ACROSS=across.granularity if across else "",
-            **a.constants("ALONG"), **b.constants("ACROSS"), **constants,
+            FLAT=m.samples == 1 or across_k == per * b.rank * m.samples,
+            **a.constants("ALONG"), **b.constants("ACROSS"), **constants, maxnreg=config["maxnreg"],
         )  # fmt: skip
 
     with on_device(m.x):
-        if sums or tops.numel():
+        if sums or any(counts):
             launch(LARGEST, key, m.x.device, largest)
+        for way, out, count, top, factor in zip(
+            (along, across), (along_out, across_out), counts, tops, factors, strict=True
+        ):
+            if way and count:
+                programs = triton.cdiv(count, 1024)
+                scales_kernel[(programs,)](top, out[-1], factor, count, LIMIT=way.limit, ELEMENTS=1024)
         launch(QUANTIZE, key, m.x.device, quantize)
     return [*along_out, *across_out, *(partial.sum(0) for partial in found if sums)]
 
@@ -557,20 +580,25 @@ def grad_output_operands(
 
 
 def _specimen(x: str, holder: str, along: str, across: str, rank: int) -> list[Specimen]:
-    pointers = {
-        "x": f"*{x}",
-        "along_matrix": f"*{x}",
-        "across_matrix": f"*{x}",
-        "along_top": "*i32",
-        "across_top": "*i32",
-    }
+    pointers = {"x": f"*{x}", "along_matrix": f"*{x}", "across_matrix": f"*{x}"}
+    tops = {"along_top": "*i32", "across_top": "*i32", "sums": "*fp32"}
+    factors = {"along_factor": "*fp32", "across_factor": "*fp32"}
     shared = dict(ALONG_GAIN=1.0, ACROSS_GAIN=1.0, A=16, AR=16, R=rank, M=4, N=16, C=128, WRAPS=False)
+    shared |= dict(ALONG_RANK=16, ACROSS_RANK=rank)
     codes = {"along_codes": f"*{holder}", "across_codes": "*i8", "along_scale": "*fp32", "across_scale": "*fp32"}
     kinds = dict(ALONG_LIMIT=7, ACROSS_LIMIT=127, ALONG_ROUNDING="hashed", ACROSS_ROUNDING="nearest")
     ranges = {"ALONG": along if along != "block" else "", "ACROSS": across if across != "block" else ""}
     return [
-        specimen(quantize_kernel, {**pointers, **codes}, ALONG=along, ACROSS=across, **kinds, **shared),
-        specimen(largest_kernel, {**pointers, "sums": "*fp32"}, **ranges, SUMS=True, TILES=4, **shared),
+        specimen(
+            quantize_kernel,
+            {**pointers, **factors, **codes},
+            ALONG=along,
+            ACROSS=across,
+            FLAT=rank == 8,
+            **kinds,
+            **shared,
+        ),
+        specimen(largest_kernel, {**pointers, **tops}, **ranges, SUMS=True, TILES=4, **shared),
     ]
 
 
@@ -578,4 +606,5 @@ SPECIMENS = [
     *_specimen("bf16", "i8", "row", "row", 8),
     *_specimen("fp16", "i8", "", "tensor", 16),
     *_specimen("fp32", "i8", "block", "", 8),
+    specimen(scales_kernel, {"tops": "*i32", "scales": "*fp32", "factors": "*fp32"}, LIMIT=127, ELEMENTS=1024),
 ]

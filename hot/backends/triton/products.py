@@ -119,11 +119,12 @@ def rescale_kernel(total, out, a_scale, b_scale, n, count, a_step, b_step, ELEME
 @triton.jit
 def block_kernel(
     a, b, out, a_scale, b_scale, m, n, k, a_step, a_block, a_group, b_step, b_block, b_group,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """out = Σ over K-blocks of (a bᵀ) · a_scale · b_scaleᵀ. BK divides both groups.
 
-    A scale is at row · _step + ⌊k / _group⌋ · _block. HALF: codes are floats, exact in float16, else int8.
+    A scale is at row · _step + ⌊k / _group⌋ · _block. HALF: in float16, which holds every code of 8 bits; else in int8.
+    BLOCKS: some scale changes along K; else sums of whole numbers stay exact, and scales come last.
     """
     m_tiles = tl.cdiv(m, BM)
     n_tiles = tl.cdiv(n, BN)
@@ -144,11 +145,15 @@ def block_kernel(
             product = tl.dot(left.to(tl.float16), right.to(tl.float16))
         else:
             product = tl.dot(left, right, out_dtype=tl.int32).to(tl.float32)
-        scale = tl.load(a_scale + start // a_group * a_block, mask=rows < m)[:, None]
-        scale = scale * tl.load(b_scale + start // b_group * b_block, mask=columns < n)[None, :]
-        total += product * scale
+        if BLOCKS:
+            scale = tl.load(a_scale + start // a_group * a_block, mask=rows < m)[:, None]
+            product *= scale * tl.load(b_scale + start // b_group * b_block, mask=columns < n)[None, :]
+        total += product
         a += BK
         b += BK
+    if not BLOCKS:
+        total *= tl.load(a_scale, mask=rows < m)[:, None]
+        total *= tl.load(b_scale, mask=columns < n)[None, :]
     out += rows.to(tl.int64)[:, None] * n + columns[None, :]
     tl.store(out, total.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
 
@@ -252,7 +257,8 @@ def _by_blocks(
     with on_device(a):
         block_kernel[(triton.cdiv(m, size) * triton.cdiv(n, size),)](
             a, b, out, a_scale, b_scale, m, n, k, *where,
-            BM=size, BN=size, BK=block, GROUP=8, HALF=a.dtype != torch.int8, num_warps=8 if size == 128 else 4, num_stages=3,
+            BM=size, BN=size, BK=block, GROUP=8, HALF=a.dtype != torch.int8 or block < 32, BLOCKS=bool(a_group or b_group),
+            num_warps=8 if size == 128 else 4, num_stages=3,
         )  # fmt: skip
     return out
 
@@ -299,7 +305,7 @@ def matmul(
 def _specimen(codes: str, out: str) -> Specimen:
     pointers = {"a": f"*{codes}", "b": f"*{codes}", "out": f"*{out}", "a_scale": "*fp32", "b_scale": "*fp32"}
     half = codes != "i8"
-    return specimen(block_kernel, pointers, BM=64, BN=64, BK=64, GROUP=8, HALF=half)
+    return specimen(block_kernel, pointers, BM=64, BN=64, BK=64, GROUP=8, HALF=half, BLOCKS=not half)
 
 
 _INTEGERS = {"a": "*i8", "b": "*i8", "a_scale": "*fp32", "b_scale": "*fp32"}
@@ -310,8 +316,12 @@ SPECIMENS = [
         copied_kernel,
         {"a": "tensordesc<i8[64, 64]>", "b": "tensordesc<i8[64, 64]>", "out": "tensordesc<bf16[64, 64]>"}
         | {"a_scale": "*fp32", "b_scale": "*fp32"},
-        BM=64, BN=64, BK=64, GROUP=8, PERSISTENT=True,
-    ),  # fmt: skip
+        BM=64,
+        BN=64,
+        BK=64,
+        GROUP=8,
+        PERSISTENT=True,
+    ),
     specimen(rescale_kernel, {"total": "*i32", "out": "*fp16", "a_scale": "*fp32", "b_scale": "*fp32"}, ELEMENTS=1024),
     _specimen("i8", "fp32"),
     _specimen("fp8e5", "fp16"),
