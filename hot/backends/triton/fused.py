@@ -1,287 +1,22 @@
-"""transform_quantize and grad_output_operands: from a tensor to operands of products, by tensor cores.
-
-Both look at a matrix with one dense axis. Its other axis is `samples` times `length`, cut into blocks that straddle no two
-samples. An operand is then made in one of two ways, or, of a gradient, in both from one read:
-
-    along    K is the dense axis: codes lie as the matrix does     (grad_input's gradient)
-    across   K is the blocked axis: codes lie transposed           (grad_weight's gradient and input, grad_input's weight)
-
-A transform is a product with a small matrix of ±1, which is exact in bfloat16 and float16 with float32 sums. One scale a row
-or tensor needs the largest magnitude first: `largest_kernel` reads for it, `scales_kernel` makes scales of it, and
-`quantize_kernel` reads again and writes codes.
-"""
+"""transform_quantize and grad_output_operands: how the kernels of `operands` are launched."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from hot.backends.ops import bits_of, code_dtype, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import Specimen, on_device, specimen
-from hot.backends.triton.rounding import float_bits, mantissa_noise, pair_noise, scale_of
+from hot.backends.triton.launch import Specimen, on_device, specimen, start
+from hot.backends.triton.operands import largest_kernel, quantize_kernel, scales_kernel
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _program(columns, row_tiles, C: tl.constexpr):
-    """(first column, tile of rows, piece) of this program; neighbours along the columns run together."""
-    program = tl.program_id(0)
-    column_tiles = tl.cdiv(columns, C)
-    rest = program // column_tiles
-    return program % column_tiles * C, rest % row_tiles, rest // row_tiles
-
-
-@triton.jit
-def _place(first, per, length, samples, j, N: tl.constexpr, WRAPS: tl.constexpr):
-    """(sample, first element in it, elements left of it) of block `first` + j, where a sample has `per` blocks of N."""
-    sample = first // per
-    block = first - sample * per + j
-    if WRAPS:  # a tile may reach over several samples
-        sample = sample + block // per
-        start = (block % per) * N
-    else:
-        over = (block >= per).to(tl.int32)
-        sample = sample + over
-        start = (block - over * per) * N
-    return sample, start, tl.where(sample < samples, length - start, 0)
-
-
-@triton.jit
-def _load(
-    x, first, column, samples, length, per, columns, stride, step,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, WRAPS: tl.constexpr,
-):  # fmt: skip
-    """A tile (M blocks, N, C columns) of the matrix from block `first` and `column` on; zeros outside."""
-    i = tl.arange(0, N)
-    c = tl.arange(0, C)
-    sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, WRAPS)
-    block = x + column + (sample.to(tl.int64) * stride + start.to(tl.int64) * step)
-    inside = (i[None, :, None] < left[:, None, None]) & (c < columns - column)[None, None, :]
-    return tl.load(block[:, None, None] + (i * step)[None, :, None] + c[None, None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _dot(x, basis):
-    """x basis with float32 sums: exact products for ±1 and ±2^k. float32 goes through float32 arithmetic, not TF32."""
-    return tl.dot(x, basis, input_precision="ieee")
-
-
-@triton.jit
-def _basis(matrix, RANK: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
-    """The transposed basis (N, R) of a matrix (RANK, N), zeros beyond its rank."""
-    r = tl.arange(0, R)
-    return tl.load(matrix + r[None, :] * N + tl.arange(0, N)[:, None], mask=(r < RANK)[None, :], other=0.0)
-
-
-@triton.jit
-def _along(x, basis, GAIN: tl.constexpr):
-    """Coefficients (C / N, rows, R) of the blocks of N columns of a tile (…, C).
-
-    Rows of the product run along the matrix's rows: a thread then holds many columns of few rows, and a row's scale is worked
-    out by few threads.
-    """
-    C: tl.constexpr = x.shape[2]
-    ROWS: tl.constexpr = x.shape[0] * x.shape[1]
-    N: tl.constexpr = basis.shape[0]
-    blocks = tl.reshape(tl.permute(tl.reshape(x, (ROWS, C // N, N)), (1, 0, 2)), (C // N * ROWS, N))
-    y = tl.dot(blocks, basis, input_precision="ieee")
-    return tl.reshape(y, (C // N, ROWS, basis.shape[1])) * GAIN
-
-
-@triton.jit
-def _across(x, basis, GAIN: tl.constexpr):
-    """Coefficients (M, C, R) of the blocks of N rows of a tile (M, N, C)."""
-    M: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[2]
-    y = tl.dot(tl.reshape(tl.permute(x, (0, 2, 1)), (M * C, x.shape[1])), basis, input_precision="ieee")
-    return tl.reshape(y, (M, C, basis.shape[1])) * GAIN
-
-
-@triton.jit
-def _largest(y):
-    """The bits of the largest magnitude of every row of coefficients (m, rows, R): as integers they order like floats."""
-    return float_bits(tl.reduce(tl.reduce(tl.abs(y), 0, _larger), 1, _larger))
-
-
-@triton.jit
-def _codes(y, factor, pairs, row_pairs, ROUNDING: tl.constexpr, HOLDER: tl.constexpr):
-    """Codes of y (m, rows, R): whole numbers in float32 for a float8 HOLDER, else int32. factor (rows,): as of `scale_of`.
-
-    For the noise, pairs (m, R / 2): ⌊k / 2⌋ of each two neighbours along K; row_pairs (rows,): row·⌈K/2⌉.
-    """
-    # v = y · (1 / scale). Adding 1.5·2²³ to v·2¹⁵ rounds it to a whole number and leaves that in the low bits of the float;
-    # the noise is added to these, and what stands above bit 15 is the code. |v| ≤ LIMIT (1 + 2⁻²³), which rounds to LIMIT·2¹⁵,
-    # so nothing is clamped.
-    finite = factor > 0
-    if ROUNDING == "nearest":
-        t = (y * factor[None, :, None] + 12582912.0) - 12582912.0
-        t = tl.where(finite[None, :, None], t, 0.0)
-        codes = t.to(HOLDER) if tl.float8e4nv == HOLDER else t.to(tl.int32).to(HOLDER)
-    else:
-        t = tl.fma(y * factor[None, :, None], 32768.0, 12582912.0).to(tl.int32, bitcast=True)
-        if ROUNDING == "hashed":
-            half: tl.constexpr = y.shape[2] // 2
-            first, second = tl.split(tl.reshape(float_bits(y), (y.shape[0], y.shape[1], half, 2)))
-            one, two = pair_noise(first, second, row_pairs[None, :, None] + pairs[:, None, :])
-            t += tl.reshape(tl.join(one, two), y.shape)
-        else:
-            t += mantissa_noise(float_bits(y))
-        if tl.float8e4nv == HOLDER:  # without what is below bit 15 it is the float 1.5·2²³ + code·2¹⁵
-            kept = tl.where(finite, -32768, 0)[None, :, None]
-            offset = tl.where(finite, -384.0, 0.0)[None, :, None]
-            codes = tl.fma((t & kept).to(tl.float32, bitcast=True), 2.0**-15, offset)
-        else:
-            codes = ((t - 0x4B400000) >> 15) & tl.where(finite, -1, 0)[None, :, None]
-    return codes
-
-
-@triton.jit
-def scales_kernel(tops, scales, factors, count, LIMIT: tl.constexpr, ELEMENTS: tl.constexpr):
-    """Scales and what elements are multiplied by, from tops: once a row, not once a row and tile."""
-    i = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
-    scale, factor = scale_of(tl.load(tops + i, mask=i < count, other=0), LIMIT)
-    tl.store(scales + i, scale, mask=i < count)
-    tl.store(factors + i, factor, mask=i < count)
-
-
-@triton.jit
-def largest_kernel(
-    x, along_matrix, across_matrix, along_top, across_top, sums,
-    samples, length, per, columns, stride, step, piece_stride, row_tiles,
-    ALONG: tl.constexpr, ACROSS: tl.constexpr, SUMS: tl.constexpr, ALONG_GAIN: tl.constexpr, ACROSS_GAIN: tl.constexpr,
-    A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, WRAPS: tl.constexpr,
-):  # fmt: skip
-    """The largest magnitudes of coefficients, as bits, into zeroed tops; the sums over TILES tiles of rows of each column.
-
-    ALONG, ACROSS: ``row`` or ``tensor`` where that operand needs a top, else empty.
-    """
-    column, group, piece = _program(columns, row_tiles, C)
-    c = column + tl.arange(0, C)
-    x += piece.to(tl.int64) * piece_stride
-    along = _basis(along_matrix, ALONG_RANK, A, AR)
-    across = _basis(across_matrix, ACROSS_RANK, N, R)
-    seen = tl.zeros((M, C, R), tl.float32)
-    total = tl.zeros((C, 16), tl.float32)
-    for tile in range(TILES):
-        first = (group * TILES + tile) * M
-        t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
-        if ACROSS != "":
-            seen = _larger(seen, tl.abs(_across(t, across, ACROSS_GAIN)))
-        if ALONG != "":
-            top = _largest(_along(t, along, ALONG_GAIN))
-            if ALONG == "tensor":
-                tl.atomic_max(along_top, tl.max(top, 0), sem="relaxed")
-            else:
-                r = tl.arange(0, M * N)
-                sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
-                tl.atomic_max(along_top + sample * length + start + r % N, top, mask=r % N < left, sem="relaxed")
-        if SUMS:
-            ones = tl.full((M * N, 16), 1.0, t.dtype)
-            total = tl.dot(tl.trans(tl.reshape(t, (M * N, C))), ones, total, input_precision="ieee")
-    if ACROSS != "":
-        top = _largest(seen)
-        if ACROSS == "tensor":
-            tl.atomic_max(across_top, tl.max(top, 0), sem="relaxed")
-        else:
-            tl.atomic_max(across_top + c, top, mask=c < columns, sem="relaxed")
-    if SUMS:
-        tl.store(sums + group.to(tl.int64) * columns + c, tl.max(total, 1), mask=c < columns)
-
-
-@triton.jit
-def quantize_kernel(
-    x, along_matrix, across_matrix, along_factor, across_factor, along_codes, along_scale, across_codes, across_scale,
-    samples, length, per, columns, stride, step, piece_stride, row_tiles,
-    along_k, along_piece, across_k, across_sample,
-    ALONG: tl.constexpr, ACROSS: tl.constexpr, ALONG_GAIN: tl.constexpr, ACROSS_GAIN: tl.constexpr,
-    ALONG_LIMIT: tl.constexpr, ACROSS_LIMIT: tl.constexpr, ALONG_ROUNDING: tl.constexpr, ACROSS_ROUNDING: tl.constexpr,
-    A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, FLAT: tl.constexpr, WRAPS: tl.constexpr,
-):  # fmt: skip
-    """Codes of one tile, M blocks of N rows × C columns.
-
-    ALONG, ACROSS: granularity of that operand, empty for none; ``block`` has one group a tile, whose scale is made here.
-    …_k: K; along_piece and across_sample: the part of K that one piece of the columns, or one sample, makes. FLAT: every block
-    makes a whole rank of it, so that K needs no samples.
-    """
-    column, tile, piece = _program(columns, row_tiles, C)
-    first = tile * M
-    x += piece.to(tl.int64) * piece_stride
-    t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
-    if ALONG != "":
-        r = tl.arange(0, M * N)
-        sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
-        row = (sample * length + start + r % N).to(tl.int64)
-        inside = r % N < left
-        y = _along(t, _basis(along_matrix, ALONG_RANK, A, AR), ALONG_GAIN)
-        if ALONG == "block":
-            scale, factor = scale_of(_largest(y), ALONG_LIMIT)
-        elif ALONG == "row":
-            factor = tl.load(along_factor + row, mask=inside, other=1.0)
-        else:
-            factor = tl.load(along_factor + tl.zeros_like(row))
-        start = column // A * ALONG_RANK
-        k = piece * along_piece + start
-        pairs = (k // 2 + tl.arange(0, C // A) * (ALONG_RANK // 2))[:, None] + tl.arange(0, AR // 2)[None, :]
-        row_pairs = (row * ((along_k + 1) // 2)).to(tl.int32)
-        codes = _codes(y, factor, pairs, row_pairs, ALONG_ROUNDING, along_codes.dtype.element_ty)
-        if ALONG == "block":
-            groups = tl.cdiv(along_k, C // A * AR)
-            tl.store(along_scale + row * groups + k // (C // A * AR), scale, mask=inside)
-        j = tl.arange(0, C // A * AR)
-        at = start + (j if ALONG_RANK == AR else j // AR * ALONG_RANK + j % AR)
-        inner = (at < along_piece) & (j % AR < ALONG_RANK)
-        codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (M * N, C // A * AR)).to(along_codes.dtype.element_ty)
-        place = along_codes + (row * along_k + piece * along_piece)[:, None] + at[None, :]
-        tl.store(place, codes, mask=inside[:, None] & inner[None, :])
-    if ACROSS != "":
-        c = column + tl.arange(0, C)
-        inside = c < columns
-        y = _across(t, _basis(across_matrix, ACROSS_RANK, N, R), ACROSS_GAIN)
-        if ACROSS == "block":
-            scale, factor = scale_of(_largest(y), ACROSS_LIMIT)
-        elif ACROSS == "row":
-            factor = tl.load(across_factor + c, mask=inside, other=1.0)
-        else:
-            factor = tl.load(across_factor + tl.zeros_like(c))
-        if FLAT:
-            k = (first + tl.arange(0, M)) * ACROSS_RANK
-        else:
-            sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, WRAPS)
-            k = sample * across_sample + start // N * ACROSS_RANK
-        row_pairs = (c.to(tl.int64) * ((across_k + 1) // 2)).to(tl.int32)
-        pairs = (k // 2)[:, None] + tl.arange(0, R // 2)[None, :]
-        codes = _codes(y, factor, pairs, row_pairs, ACROSS_ROUNDING, across_codes.dtype.element_ty)
-        if ACROSS == "block":
-            groups = tl.cdiv(across_k, M * R)
-            tl.store(across_scale + c.to(tl.int64) * groups + tile, scale, mask=inside)
-        j = tl.arange(0, M * R)
-        if FLAT:
-            at = first * ACROSS_RANK + (j if ACROSS_RANK == R else j // R * ACROSS_RANK + j % R)
-            inner = (at < across_k) & (j % R < ACROSS_RANK)
-        else:
-            sample, start, left = _place(first, per, length, samples, j // R, N, WRAPS)
-            in_sample = start // N * ACROSS_RANK + j % R
-            at = sample * across_sample + in_sample
-            inner = (j % R < ACROSS_RANK) & (left > 0) & (in_sample < across_sample)
-        codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (C, M * R)).to(across_codes.dtype.element_ty)
-        place = across_codes + c.to(tl.int64)[:, None] * across_k + at[None, :]
-        tl.store(place, codes, mask=inside[:, None] & inner[None, :])
 
 
 class _Matrix(NamedTuple):
@@ -298,7 +33,7 @@ class _Matrix(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """What one operand's transform and quantizer are to the kernels."""
+    """What one operand's transform and quantizer are to the kernels. granularity: empty where that operand is not made."""
 
     matrix: (
         Tensor  # (rank, side): ±1, or ±2^k where the gain is a power of two; the identity where nothing is transformed
@@ -324,6 +59,11 @@ class _Way(NamedTuple):
         return max(triton.next_power_of_2(self.rank), 8)
 
     @property
+    def tile(self) -> int:
+        """How many elements of the axis make one group of a block scale."""
+        return self.group // self.rank * self.side
+
+    @property
     def limit(self) -> int:
         """The largest code."""
         return int(2 ** (bits_of(self.format) - 1) - 1)
@@ -338,21 +78,15 @@ class _Way(NamedTuple):
         return length if self.block == 1 else triton.cdiv(length, self.block) * self.rank
 
     def tops(self, rows: int) -> int:
+        """How many largest magnitudes there are."""
         return {"": 0, "row": rows, "tensor": 1}[self.scaled_by]
 
-    def room(self, rows: int, k: int) -> tuple[Tensor, Tensor]:
-        """Codes (rows, k) and their scale, to be written."""
-        shape, device = scale_shape(rows, k, self.granularity, self.group), self.matrix.device
-        codes = torch.empty(rows, k, dtype=code_dtype(self.format), device=device)
-        return codes, torch.empty(shape, dtype=torch.float32, device=device)
-
-    def constants(self, name: str) -> dict[str, object]:
-        """The kernels' constants of this way of the name."""
-        return {
-            f"{name}_GAIN": self.gain,
-            f"{name}_LIMIT": self.limit,
-            f"{name}_ROUNDING": self.rounding,
-        }
+    def room(self, rows: int, k: int, device: torch.device) -> list[Tensor]:
+        """Codes (rows, k) and their scale, to be written; two empty tensors for an operand that is not made."""
+        shape = scale_shape(rows, k, self.granularity, self.group) if self.granularity else (0, 0)
+        size = (rows, k) if self.granularity else (0, 0)
+        codes = torch.empty(size, dtype=code_dtype(self.format), device=device)
+        return [codes, torch.empty(shape, dtype=torch.float32, device=device)]
 
 
 _matrices: dict[tuple[object, ...], tuple[Tensor, float]] = {}
@@ -418,7 +152,7 @@ _TILES = {
     "along+across": {"ROWS": 64, "C": 128, "num_warps": 4, "maxnreg": 128},
 }
 LARGEST = family(
-    "largest of operands",
+    "operands_largest",
     lambda key: {"ROWS": 64, "C": 64, "TILES": 8, "num_warps": 4, "num_stages": 2},
     lambda key: [
         {"ROWS": rows, "C": columns, "TILES": tiles, "num_warps": 4, "num_stages": 2}
@@ -427,7 +161,7 @@ LARGEST = family(
 )  # fmt: skip
 """Shape class: the operands that are made, block sides, classes of the sizes, dtype."""
 QUANTIZE = family(
-    "quantize operands",
+    "operands_quantized",
     lambda key: _TILES[str(key[0])],
     lambda key: [
         {"ROWS": rows, "C": columns, "num_warps": warps, "maxnreg": registers}
@@ -438,78 +172,73 @@ QUANTIZE = family(
 """Shape class: as of LARGEST."""
 
 
-def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> list[Tensor]:
-    """[codes, scale of along], [codes, scale of across], [sums of the columns (columns,) float32]: those that are asked for."""
-    rows = m.samples * m.length
-    along_k = along.k(m.columns) * m.pieces if along else 0
-    across_k = across.k(m.length) * m.samples if across else 0
-    along_out = along.room(rows, along_k) if along else ()
-    across_out = across.room(m.columns, across_k) if across else ()
-    some = m.x  # where a kernel takes a pointer that it will not follow
-    a, b = along or across, across or along
-    assert a is not None and b is not None
-    counts = along.tops(rows) if along else 0, across.tops(m.columns) if across else 0
-    every = torch.zeros(sum(counts), dtype=torch.int32, device=m.x.device)
-    tops, factors = every.split(counts), torch.empty_like(every, dtype=torch.float32).split(counts)
-    side = across.side if across else IDENTITY
-    per = triton.cdiv(m.length, side)
-    kinds = "+".join([*(["along"] if along else []), *(["across"] if across else [])])
-    key: Key = (kinds, a.side, b.side, bucket(rows), bucket(m.columns), DTYPES[m.x.dtype])
-    found: list[Tensor] = []
+def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> tuple[Tensor, ...]:
+    """(codes, scale) along, (codes, scale) across, sums of the columns (columns,) float32; empty where not asked for."""
+    some = along or across
+    assert some is not None
+    a, b = (way or some._replace(granularity="") for way in (along, across))
+    rows, side = m.samples * m.length, (across.side if across else IDENTITY)
+    per = triton.cdiv(m.length, side)  # blocks a sample
+    a_piece, b_sample = a.k(m.columns), b.k(m.length)
+    device = m.x.device
+    out = a.room(rows, a_piece * m.pieces, device) + b.room(m.columns, b_sample * m.samples, device)
+    a_count, b_count = a.tops(rows), b.tops(m.columns)
+    count = a_count + b_count
+    tops = torch.zeros(count, dtype=torch.int32, device=device)
+    factors = torch.empty(count, dtype=torch.float32, device=device)
+    partial = torch.empty(0, m.columns, device=device)
+    sizes = m.samples, m.length, per, m.columns, m.stride, m.step, m.piece_stride
+    key: Key = (
+        "+".join(name for name, way in (("along", along), ("across", across)) if way),
+        a.side, b.side, bucket(rows), bucket(m.columns), DTYPES[m.x.dtype],
+    )  # fmt: skip
 
-    def common(config: Config, tiles: int) -> dict[str, object]:
-        blocks = max(config["ROWS"] // side, 1)
+    def constants(config: Config, blocks: int, columns: int) -> dict[str, Any]:
         return {
-            "A": a.side, "AR": a.width, "R": b.width, "ALONG_RANK": a.rank, "ACROSS_RANK": b.rank,
-            "M": blocks, "N": side, "C": max(config["C"], a.side), "WRAPS": blocks > per, "num_warps": config["num_warps"],
+            "ALONG_GAIN": a.gain, "ACROSS_GAIN": b.gain, "A": a.side, "AR": a.width, "R": b.width,
+            "ALONG_RANK": a.rank, "ACROSS_RANK": b.rank, "M": blocks, "N": side, "C": max(columns, a.side),
+            "WRAPS": blocks > per, "num_warps": config["num_warps"],
             "enable_fp_fusion": False,  # every operation is rounded by itself, as the reference's are
         }  # fmt: skip
 
-    def grid(constants: dict[str, object], tiles: int) -> tuple[int, int]:
-        """(programs, tiles of rows)."""
-        row_tiles = triton.cdiv(m.samples * per, int(constants["M"]) * tiles)  # type: ignore[call-overload]
-        return triton.cdiv(m.columns, int(constants["C"])) * row_tiles * m.pieces, row_tiles  # type: ignore[call-overload]
-
-    sizes = m.samples, m.length, per, m.columns, m.stride, m.step, m.piece_stride
-
     def largest(config: Config) -> None:
-        constants = common(config, config["TILES"])
-        programs, row_tiles = grid(constants, config["TILES"])
-        partial = torch.empty(row_tiles if sums else 0, m.columns, dtype=torch.float32, device=m.x.device)
-        largest_kernel[(programs,)](
-            m.x, a.matrix, b.matrix, *tops, partial, *sizes, row_tiles,
-            ALONG=along.scaled_by if along else "", ACROSS=across.scaled_by if across else "", SUMS=sums,
-            ALONG_GAIN=a.gain, ACROSS_GAIN=b.gain, TILES=config["TILES"], num_stages=config["num_stages"], **constants,
+        nonlocal partial
+        kept = constants(config, max(config["ROWS"] // side, 1), config["C"])
+        row_tiles = triton.cdiv(m.samples * per, kept["M"] * config["TILES"])
+        programs = triton.cdiv(m.columns, kept["C"]) * row_tiles * m.pieces
+        partial = torch.empty(row_tiles if sums else 0, m.columns, device=device)
+        start(
+            largest_kernel, programs, m.x, a.matrix, b.matrix, tops, tops[a_count:], partial, *sizes, row_tiles,
+            ALONG=a.scaled_by, ACROSS=b.scaled_by, SUMS=sums, TILES=config["TILES"], num_stages=config["num_stages"], **kept,
         )  # fmt: skip
-        found[:] = [partial]
 
     def quantize(config: Config) -> None:
-        constants = common(config, 1)
-        if along and along.granularity == "block":
-            constants["C"] = along.group // along.rank * along.side
-        if across and across.granularity == "block":
-            constants |= {"M": across.group // across.rank}
-            constants |= {"C": max(8192 // (int(constants["M"]) * side), 16), "WRAPS": constants["M"] > per}  # type: ignore[call-overload]
-        programs, row_tiles = grid(constants, 1)
-        quantize_kernel[(programs,)](
-            m.x, a.matrix, b.matrix, *factors, *(along_out or (some, some)), *(across_out or (some, some)),
-            *sizes, row_tiles, along_k, along_k // m.pieces, across_k, across_k // m.samples,
-            ALONG=along.granularity if along else "", ACROSS=across.granularity if across else "",
-            FLAT=m.samples == 1 or across_k == per * b.rank * m.samples,
-            **a.constants("ALONG"), **b.constants("ACROSS"), **constants, maxnreg=config["maxnreg"],
+        blocks, columns = max(config["ROWS"] // side, 1), config["C"]
+        if a.granularity == "block":
+            columns = a.tile
+        if b.granularity == "block":
+            blocks, columns = b.tile // side, max(8192 // b.tile, 16)
+        kept = constants(config, blocks, columns)
+        row_tiles = triton.cdiv(m.samples * per, blocks)
+        programs = triton.cdiv(m.columns, kept["C"]) * row_tiles * m.pieces
+        start(
+            quantize_kernel, programs, m.x, a.matrix, b.matrix, factors, factors[a_count:], *out, *sizes, row_tiles,
+            a_piece * m.pieces, a_piece, b_sample * m.samples, b_sample,
+            ALONG=a.granularity, ACROSS=b.granularity, ALONG_LIMIT=a.limit, ACROSS_LIMIT=b.limit,
+            ALONG_ROUNDING=a.rounding, ACROSS_ROUNDING=b.rounding, FLAT=m.samples == 1 or b_sample == per * b.rank,
+            maxnreg=config["maxnreg"], **kept,
         )  # fmt: skip
 
     with on_device(m.x):
-        if sums or any(counts):
-            launch(LARGEST, key, m.x.device, largest)
-        for way, out, count, top, factor in zip(
-            (along, across), (along_out, across_out), counts, tops, factors, strict=True
-        ):
-            if way and count:
-                programs = triton.cdiv(count, 1024)
-                scales_kernel[(programs,)](top, out[-1], factor, count, LIMIT=way.limit, ELEMENTS=1024)
-        launch(QUANTIZE, key, m.x.device, quantize)
-    return [*along_out, *across_out, *(partial.sum(0) for partial in found if sums)]
+        if sums or count:
+            launch(LARGEST, key, device, largest)
+        if count:
+            start(
+                scales_kernel, triton.cdiv(count, 1024), tops, factors, out[1], out[3], a_count, count,
+                ALONG_LIMIT=a.limit, ACROSS_LIMIT=b.limit, ELEMENTS=1024,
+            )  # fmt: skip
+        launch(QUANTIZE, key, device, quantize)
+    return *out, partial.sum(0) if sums else partial
 
 
 def _serves_operand(
@@ -531,11 +260,11 @@ def transform_quantize(
     count, samples, length = x.shape
     if x.stride(0) == 1 and x.stride(2) != 1:
         across = _Matrix(x, samples, length, count, 1, x.stride(1), x.stride(2), 0)
-        codes, scale = _run(across, None, way, False)
+        _, _, codes, scale, _ = _run(across, None, way, False)
     else:
         x = x if x.stride(2) == 1 else x.contiguous()
         along = _Matrix(x, 1, count, length, samples, 0, x.stride(0), x.stride(1))
-        codes, scale = _run(along, way, None, False)
+        codes, scale, *_ = _run(along, way, None, False)
     return codes, scale
 
 
@@ -575,8 +304,8 @@ def grad_output_operands(
     across = _way(g, w_block, w_rows, w_signs, w_draw, w_format, w_granularity, w_group, w_rounding)
     samples, length, outputs = g.shape
     matrix = _Matrix(g, samples, length, outputs, 1, g.stride(0), g.stride(1), 0)
-    i_codes, i_scale, w_codes, w_scale, *sums = _run(matrix, along, across, bias)
-    return i_codes, i_scale, w_codes, w_scale, sums[0].to(g.dtype) if bias else g.new_empty(0)
+    i_codes, i_scale, w_codes, w_scale, sums = _run(matrix, along, across, bias)
+    return i_codes, i_scale, w_codes, w_scale, sums.to(g.dtype) if bias else g.new_empty(0)
 
 
 def _specimen(x: str, holder: str, along: str, across: str, rank: int) -> list[Specimen]:
@@ -606,5 +335,11 @@ SPECIMENS = [
     *_specimen("bf16", "i8", "row", "row", 8),
     *_specimen("fp16", "i8", "", "tensor", 16),
     *_specimen("fp32", "i8", "block", "", 8),
-    specimen(scales_kernel, {"tops": "*i32", "scales": "*fp32", "factors": "*fp32"}, LIMIT=127, ELEMENTS=1024),
+    specimen(
+        scales_kernel,
+        {"tops": "*i32", "factors": "*fp32", "along_scale": "*fp32", "across_scale": "*fp32"},
+        ALONG_LIMIT=7,
+        ACROSS_LIMIT=127,
+        ELEMENTS=1024,
+    ),
 ]

@@ -116,3 +116,31 @@ def specimen(kernel: Any, pointers: dict[str, str], **constants: Any) -> Specime
     """A specimen from the pointers' types, such as ``{"x": "*bf16"}``; what is left are whole numbers."""
     numbers = {name: "i32" for name in kernel.arg_names if name not in pointers and name not in constants}
     return kernel, {**numbers, **pointers}, constants
+
+
+_compiled: dict[tuple[object, ...], Any] = {}
+
+
+def start(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+    """``kernel[(programs,)](*args, **constants)``, at a tenth of what Triton's own launch costs the host once it has compiled.
+
+    args: the kernel's first arguments, in order; constants: its constexprs, which come last, and the launch options. What
+    Triton specializes on is the key: dtype and alignment of tensors, and whether a number is 1, a multiple of 16, or wide.
+    """
+    if interpreted():
+        kernel[(programs,)](*args, **constants)
+        return
+    key = id(kernel), torch.cuda.current_device(), *constants.items(), *map(_specialization, args)
+    found = _compiled.get(key)
+    if found is None:
+        _compiled[key] = kernel[(programs,)](*args, **constants)
+    else:
+        found[(programs, 1, 1)](*args, *(constants[name] for name in kernel.arg_names[len(args) :]))
+
+
+def _specialization(arg: Any) -> object:
+    if isinstance(arg, int):
+        return (arg == 1) | (arg % 16 == 0) << 1 | (not -(2**31) <= arg < 2**31) << 2
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    return arg.base.dtype, *arg.block_shape  # a descriptor of tiles

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import Specimen, capability, has_fp8, multiprocessors, on_device, specimen
+from hot.backends.triton.launch import Specimen, capability, has_fp8, multiprocessors, on_device, specimen, start
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 INT32_TERMS = 2**31 // 128**2 // 16 * 16 - 16
@@ -36,41 +36,31 @@ def _tile_of(program, m_tiles, n_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def integer_kernel(
-    a, b, out, a_scale, b_scale, m, n, k, a_step, b_step, splits,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr,
+    a, b, out, a_scale, b_scale, m, n, k, a_step, b_step,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """out = (a bᵀ) · a_scale · b_scaleᵀ for a (m, k), b (n, k) int8. SPLIT: a part of K is added to out, int32, unscaled."""
-    m_tiles = tl.cdiv(m, BM)
-    n_tiles = tl.cdiv(n, BN)
-    program = tl.program_id(0)
-    tile_m, tile_n = _tile_of(program % (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
-    part = program // (m_tiles * n_tiles)
-    steps = tl.cdiv(tl.cdiv(k, BK), splits)
+    """out = (a bᵀ) · a_scale · b_scaleᵀ for a (m, k), b (n, k) int8, whatever their sizes. …_step: 0 for one scale in all."""
+    tile_m, tile_n = _tile_of(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
     rows = tile_m * BM + tl.arange(0, BM)
     columns = tile_n * BN + tl.arange(0, BN)
     i = tl.arange(0, BK)
-    start = part * steps * BK
-    a += (rows % m).to(tl.int64)[:, None] * k + start + i[None, :]  # rows beyond the last read others again
-    b += (columns % n).to(tl.int64)[None, :] * k + start + i[:, None]
+    a += (rows % m).to(tl.int64)[:, None] * k + i[None, :]  # rows beyond the last read others again
+    b += (columns % n).to(tl.int64)[None, :] * k + i[:, None]
     total = tl.zeros((BM, BN), tl.int32)
-    for step in range(min(steps, tl.cdiv(k - start, BK))):
+    for at in range(0, k, BK):
         if EVEN_K:
             left, right = tl.load(a), tl.load(b)
         else:
-            inside = i < k - start - step * BK
+            inside = i < k - at
             left = tl.load(a, mask=inside[None, :], other=0)
             right = tl.load(b, mask=inside[:, None], other=0)
         total = tl.dot(left, right, total, out_dtype=tl.int32)
         a += BK
         b += BK
-    inside = (rows < m)[:, None] & (columns < n)[None, :]
+    product = total.to(tl.float32) * tl.load(a_scale + rows * a_step, mask=rows < m)[:, None]
+    product *= tl.load(b_scale + columns * b_step, mask=columns < n)[None, :]
     out += rows.to(tl.int64)[:, None] * n + columns[None, :]
-    if SPLIT:
-        tl.atomic_add(out, total, mask=inside, sem="relaxed")
-    else:
-        scale = tl.load(a_scale + rows * a_step, mask=rows < m)[:, None]
-        product = total.to(tl.float32) * scale * tl.load(b_scale + columns * b_step, mask=columns < n)[None, :]
-        tl.store(out, product.to(out.dtype.element_ty), mask=inside)
+    tl.store(out, product.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
 
 
 @triton.jit
@@ -96,13 +86,43 @@ def copied_kernel(
     a, b, out, a_scale, b_scale, m, n, k, a_step, b_step, programs,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """`integer_kernel` without splits for chips with a copy engine: a, b, out are descriptors of tiles. PERSISTENT: a program
+    """`integer_kernel` for chips with a copy engine: a, b, out are descriptors of tiles. PERSISTENT: a program
     runs over many tiles, and copies for the next while it writes."""
     if PERSISTENT:
         for program in tl.range(tl.program_id(0), tl.cdiv(m, BM) * tl.cdiv(n, BN), programs, flatten=True):
             _copied_tile(program, a, b, out, a_scale, b_scale, m, n, k, a_step, b_step, BM, BN, BK, GROUP)
     else:
         _copied_tile(tl.program_id(0), a, b, out, a_scale, b_scale, m, n, k, a_step, b_step, BM, BN, BK, GROUP)
+
+
+@triton.jit
+def streamed_kernel(
+    a, b, sums, m, n, k, programs,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """sums += a bᵀ, int32, for few tiles and a long K: every program takes an equal run of all steps of all tiles, one after
+    the other, so that none waits for another (Stream-K, M. Osama et al. 2023). Whole numbers add up the same in any order."""
+    steps = tl.cdiv(k, BK)
+    m_tiles = tl.cdiv(m, BM)
+    n_tiles = tl.cdiv(n, BN)
+    every = (m_tiles * n_tiles * steps).to(tl.int64)
+    at = (tl.program_id(0) * every // programs).to(tl.int32)
+    end = ((tl.program_id(0) + 1) * every // programs).to(tl.int32)
+    while at < end:
+        tile = at // steps
+        first = at - tile * steps
+        last = min(steps, first + end - at)
+        tile_m, tile_n = _tile_of(tile, m_tiles, n_tiles, GROUP)
+        total = tl.zeros((BM, BN), tl.int32)
+        for step in range(first, last):
+            left = a.load([tile_m * BM, step * BK])
+            right = b.load([tile_n * BN, step * BK])
+            total = tl.dot(left, right.T, total, out_dtype=tl.int32)
+        rows = tile_m * BM + tl.arange(0, BM)
+        columns = tile_n * BN + tl.arange(0, BN)
+        place = sums + rows.to(tl.int64)[:, None] * n + columns[None, :]
+        tl.atomic_add(place, total, mask=(rows < m)[:, None] & (columns < n)[None, :], sem="relaxed")
+        at += last - first
 
 
 @triton.jit
@@ -137,8 +157,8 @@ def block_kernel(
     a_scale += rows.to(tl.int64) * a_step
     b_scale += columns.to(tl.int64) * b_step
     total = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, k, BK):
-        inside = i < k - start
+    for at in range(0, k, BK):
+        inside = i < k - at
         left = tl.load(a, mask=inside[None, :] & (rows < m)[:, None], other=0.0)
         right = tl.load(b, mask=inside[:, None] & (columns < n)[None, :], other=0.0)
         if HALF:
@@ -146,8 +166,8 @@ def block_kernel(
         else:
             product = tl.dot(left, right, out_dtype=tl.int32).to(tl.float32)
         if BLOCKS:
-            scale = tl.load(a_scale + start // a_group * a_block, mask=rows < m)[:, None]
-            product *= scale * tl.load(b_scale + start // b_group * b_block, mask=columns < n)[None, :]
+            scale = tl.load(a_scale + at // a_group * a_block, mask=rows < m)[:, None]
+            product *= scale * tl.load(b_scale + at // b_group * b_block, mask=columns < n)[None, :]
         total += product
         a += BK
         b += BK
@@ -158,72 +178,77 @@ def block_kernel(
     tl.store(out, total.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
 
 
-def _tiles(config: Config, m: int, n: int) -> int:
-    return triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"])
-
-
-_SMALL = {"BM": 64, "BN": 64, "BK": 64, "GROUP": 8, "num_warps": 4, "num_stages": 4, "splits": 1, "copied": 0}
-_POINTERS = {"BM": 128, "BN": 256, "BK": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3, "splits": 1, "copied": 0}
+_POINTERS = {"BM": 128, "BN": 256, "BK": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3, "copied": 0}
+_SMALL = _POINTERS | {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
 _PERSISTENT = _POINTERS | {"copied": 1}
-_COPIED = {"BM": 256, "BN": 128, "BK": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4, "splits": 1, "copied": 2}
+_COPIED = _POINTERS | {"BM": 256, "BN": 128, "num_stages": 4, "copied": 2}
+_STREAMED = _COPIED | {"copied": 3}
 
 
 def _default(key: Key) -> Config:
-    """By the classes of m, n and k, and whether tiles may be copied: many tiles persist, few share K, small ones stay small."""
-    m, n, k, copies, _ = (int(part) if isinstance(part, int) else part for part in key)
+    """Small results in small tiles; few tiles and a long K streamed; else a tile a program where K is long enough to fill its
+    pipeline, and programs over many tiles where it is not."""
+    m, n, k, copies, _ = key
     assert isinstance(m, int) and isinstance(n, int) and isinstance(k, int)
-    size = m + n  # the class of the result
-    if size <= 19:
-        return _SMALL | {"splits": 2 ** max(min(19 - size, k - 9, 3), 0)}
-    if size <= 22 and k >= 12:
-        return _POINTERS | {"splits": 5 if k >= 14 else 2}
+    if m + n <= 19:
+        return _SMALL
     if not copies:
         return _POINTERS
+    if m + n <= 22 and k >= 12:
+        return _STREAMED
     return _COPIED if k >= 13 else _PERSISTENT
 
 
 def _candidates(key: Key) -> list[Config]:
-    base = [
-        _POINTERS,
-        _POINTERS | {"num_stages": 4},
-        _SMALL,
-        _SMALL | {"BM": 128, "BN": 128, "BK": 128, "num_stages": 3},
-    ]
-    split = [config | {"splits": splits} for config in base for splits in (2, 3, 5, 7, 11)]
-    copied = [_PERSISTENT, _COPIED, _PERSISTENT | {"GROUP": 16}, _COPIED | {"GROUP": 16}, _PERSISTENT | {"copied": 2}]
-    return base + split + (copied if key[3] else [])
+    by_pointers = [_POINTERS, _SMALL, _SMALL | {"BM": 128, "BN": 128, "BK": 128, "num_stages": 3}]
+    return by_pointers + ([_PERSISTENT, _PERSISTENT | {"GROUP": 16}, _COPIED, _STREAMED] if key[3] else [])
 
 
-INTEGER = family("integer", _default, _candidates)
+INTEGER = family("integer_product", _default, _candidates)
 """Shape class: classes of m, n and k, whether tiles may be copied, the result's dtype. copied: 0 by pointers, 1 by the copy
-engine and persistent, 2 by the copy engine."""
+engine and persistent, 2 by the copy engine, 3 streamed."""
 
 
 def _integer(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
     out = torch.empty(m, n, dtype=dtype, device=a.device)
+    scales = a_scale, b_scale
     steps = int(a_scale.shape[0] > 1), int(b_scale.shape[0] > 1)  # a scale of the whole tensor stays where it is
     copies = capability(a.device) >= (9, 0) and k % 16 == 0 and n * out.element_size() % 16 == 0 and dtype in HALVES
     key: Key = (bucket(m), bucket(n), bucket(k), int(copies), OUT[dtype])
 
     def run(config: Config) -> None:
-        tiles, splits = _tiles(config, m, n), config["splits"]
-        constants = {name: config[name] for name in ("BM", "BN", "BK", "GROUP", "num_warps", "num_stages")}
-        if config["copied"]:
-            blocks = [config["BM"], config["BK"]], [config["BN"], config["BK"]], [config["BM"], config["BN"]]
-            described = [TensorDescriptor.from_tensor(t, block) for t, block in zip((a, b, out), blocks, strict=True)]
-            programs = min(multiprocessors(a.device), tiles) if config["copied"] == 1 else tiles
-            copied_kernel[(programs,)](
-                *described, a_scale, b_scale, m, n, k, *steps, programs, PERSISTENT=config["copied"] == 1, **constants
-            )
+        kept = {name: value for name, value in config.items() if name != "copied"}
+        tiles = triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"])
+        if not config["copied"]:
+            start(integer_kernel, tiles, a, b, out, *scales, m, n, k, *steps, EVEN_K=k % config["BK"] == 0, **kept)
             return
-        target = out if splits == 1 else torch.zeros(m, n, dtype=torch.int32, device=a.device)
-        integer_kernel[(tiles * splits,)](
-            a, b, target, a_scale, b_scale, m, n, k, *steps, splits,
-            EVEN_K=k % config["BK"] == 0, SPLIT=splits > 1, **constants,
-        )  # fmt: skip
-        if splits > 1:
-            rescale_kernel[(triton.cdiv(m * n, 1024),)](target, out, a_scale, b_scale, n, m * n, *steps, ELEMENTS=1024)
+        left = TensorDescriptor.from_tensor(a, [config["BM"], config["BK"]])
+        right = TensorDescriptor.from_tensor(b, [config["BN"], config["BK"]])
+        many = multiprocessors(a.device)
+        if config["copied"] == 3:
+            sums = torch.zeros(m, n, dtype=torch.int32, device=a.device)
+            start(streamed_kernel, many, left, right, sums, m, n, k, many, **kept)
+            start(rescale_kernel, triton.cdiv(m * n, 1024), sums, out, *scales, n, m * n, *steps, ELEMENTS=1024)
+            return
+        result = TensorDescriptor.from_tensor(out, [config["BM"], config["BN"]])
+        persistent = config["copied"] == 1
+        programs = min(many, tiles) if persistent else tiles
+        start(
+            copied_kernel,
+            programs,
+            left,
+            right,
+            result,
+            *scales,
+            m,
+            n,
+            k,
+            *steps,
+            programs,
+            PERSISTENT=persistent,
+            **kept,
+        )
 
     with on_device(a):
         launch(INTEGER, key, a.device, run)
@@ -255,8 +280,8 @@ def _by_blocks(
     block = _k_block(a_group, b_group)
     size = 128 if m * n >= 2**20 else 64
     with on_device(a):
-        block_kernel[(triton.cdiv(m, size) * triton.cdiv(n, size),)](
-            a, b, out, a_scale, b_scale, m, n, k, *where,
+        start(
+            block_kernel, triton.cdiv(m, size) * triton.cdiv(n, size), a, b, out, a_scale, b_scale, m, n, k, *where,
             BM=size, BN=size, BK=block, GROUP=8, HALF=a.dtype != torch.int8 or block < 32, BLOCKS=bool(a_group or b_group),
             num_warps=8 if size == 128 else 4, num_stages=3,
         )  # fmt: skip
@@ -310,8 +335,16 @@ def _specimen(codes: str, out: str) -> Specimen:
 
 _INTEGERS = {"a": "*i8", "b": "*i8", "a_scale": "*fp32", "b_scale": "*fp32"}
 SPECIMENS = [
-    specimen(integer_kernel, _INTEGERS | {"out": "*bf16"}, BM=64, BN=64, BK=64, GROUP=8, EVEN_K=True, SPLIT=False),
-    specimen(integer_kernel, _INTEGERS | {"out": "*i32"}, BM=64, BN=64, BK=64, GROUP=8, EVEN_K=False, SPLIT=True),
+    specimen(integer_kernel, _INTEGERS | {"out": "*bf16"}, BM=64, BN=64, BK=64, GROUP=8, EVEN_K=True),
+    specimen(integer_kernel, _INTEGERS | {"out": "*fp32"}, BM=64, BN=64, BK=64, GROUP=8, EVEN_K=False),
+    specimen(
+        streamed_kernel,
+        {"a": "tensordesc<i8[64, 64]>", "b": "tensordesc<i8[64, 64]>", "sums": "*i32"},
+        BM=64,
+        BN=64,
+        BK=64,
+        GROUP=8,
+    ),
     specimen(
         copied_kernel,
         {"a": "tensordesc<i8[64, 64]>", "b": "tensordesc<i8[64, 64]>", "out": "tensordesc<bf16[64, 64]>"}

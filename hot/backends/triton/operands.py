@@ -1,0 +1,279 @@
+"""Operands by tensor cores: the kernels of transform_quantize and grad_output_operands, which `fused` launches.
+
+They look at a matrix with one dense axis. Its other axis is `samples` times `length`, cut into blocks that straddle no two
+samples. An operand is made of it in one of two ways, or, of a gradient, in both from one read:
+
+    along    K is the dense axis: codes lie as the matrix does     (grad_input's gradient)
+    across   K is the blocked axis: codes lie transposed           (grad_weight's gradient and input, grad_input's weight)
+
+A transform is a product with a small matrix of ±1, which is exact in bfloat16 and float16 with float32 sums. One scale a row
+or tensor needs the largest magnitude first: `largest_kernel` reads for it, `scales_kernel` makes scales of it, and
+`quantize_kernel` reads again and writes codes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hot.backends.triton.rounding import float_bits, mantissa_noise, pair_noise, scale_of
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _program(columns, row_tiles, C: tl.constexpr):
+    """(first column, tile of rows, piece) of this program; neighbours along the columns run together."""
+    program = tl.program_id(0)
+    column_tiles = tl.cdiv(columns, C)
+    rest = program // column_tiles
+    return program % column_tiles * C, rest % row_tiles, rest // row_tiles
+
+
+@triton.jit
+def _place(first, per, length, samples, j, N: tl.constexpr, WRAPS: tl.constexpr):
+    """(sample, first element in it, elements left of it) of block `first` + j, where a sample has `per` blocks of N."""
+    sample = first // per
+    block = first - sample * per + j
+    if WRAPS:  # a tile may reach over several samples
+        sample = sample + block // per
+        start = (block % per) * N
+    else:
+        over = (block >= per).to(tl.int32)
+        sample = sample + over
+        start = (block - over * per) * N
+    return sample, start, tl.where(sample < samples, length - start, 0)
+
+
+@triton.jit
+def _load(
+    x, first, column, samples, length, per, columns, stride, step,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, WRAPS: tl.constexpr,
+):  # fmt: skip
+    """A tile (M blocks, N, C columns) of the matrix from block `first` and `column` on; zeros outside."""
+    i = tl.arange(0, N)
+    c = tl.arange(0, C)
+    sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, WRAPS)
+    block = x + column + (sample.to(tl.int64) * stride + start.to(tl.int64) * step)
+    inside = (i[None, :, None] < left[:, None, None]) & (c < columns - column)[None, None, :]
+    return tl.load(block[:, None, None] + (i * step)[None, :, None] + c[None, None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _dot(x, basis):
+    """x basis with float32 sums: exact products for ±1 and ±2^k. float32 goes through float32 arithmetic, not TF32."""
+    return tl.dot(x, basis, input_precision="ieee")
+
+
+@triton.jit
+def _basis(matrix, RANK: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
+    """The transposed basis (N, R) of a matrix (RANK, N), zeros beyond its rank."""
+    r = tl.arange(0, R)
+    return tl.load(matrix + r[None, :] * N + tl.arange(0, N)[:, None], mask=(r < RANK)[None, :], other=0.0)
+
+
+@triton.jit
+def _along(x, basis, GAIN: tl.constexpr):
+    """Coefficients (C / N, rows, R) of the blocks of N columns of a tile (…, C).
+
+    Rows of the product run along the matrix's rows: a thread then holds many columns of few rows, and a row's scale is worked
+    out by few threads.
+    """
+    C: tl.constexpr = x.shape[2]
+    ROWS: tl.constexpr = x.shape[0] * x.shape[1]
+    N: tl.constexpr = basis.shape[0]
+    blocks = tl.reshape(tl.permute(tl.reshape(x, (ROWS, C // N, N)), (1, 0, 2)), (C // N * ROWS, N))
+    y = tl.dot(blocks, basis, input_precision="ieee")
+    return tl.reshape(y, (C // N, ROWS, basis.shape[1])) * GAIN
+
+
+@triton.jit
+def _across(x, basis, GAIN: tl.constexpr):
+    """Coefficients (M, C, R) of the blocks of N rows of a tile (M, N, C)."""
+    M: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[2]
+    y = tl.dot(tl.reshape(tl.permute(x, (0, 2, 1)), (M * C, x.shape[1])), basis, input_precision="ieee")
+    return tl.reshape(y, (M, C, basis.shape[1])) * GAIN
+
+
+@triton.jit
+def _largest(y):
+    """The bits of the largest magnitude of every row of coefficients (m, rows, R): as integers they order like floats."""
+    return float_bits(tl.reduce(tl.reduce(tl.abs(y), 0, _larger), 1, _larger))
+
+
+@triton.jit
+def _codes(y, factor, pairs, row_pairs, ROUNDING: tl.constexpr, HOLDER: tl.constexpr):
+    """Codes of y (m, rows, R): whole numbers in float32 for a float8 HOLDER, else int32. factor (rows,): as of `scale_of`.
+
+    For the noise, pairs (m, R / 2): ⌊k / 2⌋ of each two neighbours along K; row_pairs (rows,): row·⌈K/2⌉.
+    """
+    # v = y · (1 / scale). Adding 1.5·2²³ to v·2¹⁵ rounds it to a whole number and leaves that in the low bits of the float;
+    # the noise is added to these, and what stands above bit 15 is the code. |v| ≤ LIMIT (1 + 2⁻²³), which rounds to LIMIT·2¹⁵,
+    # so nothing is clamped.
+    finite = factor > 0
+    if ROUNDING == "nearest":
+        t = (y * factor[None, :, None] + 12582912.0) - 12582912.0
+        t = tl.where(finite[None, :, None], t, 0.0)
+        codes = t.to(HOLDER) if tl.float8e4nv == HOLDER else t.to(tl.int32).to(HOLDER)
+    else:
+        t = tl.fma(y * factor[None, :, None], 32768.0, 12582912.0).to(tl.int32, bitcast=True)
+        if ROUNDING == "hashed":
+            half: tl.constexpr = y.shape[2] // 2
+            first, second = tl.split(tl.reshape(float_bits(y), (y.shape[0], y.shape[1], half, 2)))
+            one, two = pair_noise(first, second, row_pairs[None, :, None] + pairs[:, None, :])
+            t += tl.reshape(tl.join(one, two), y.shape)
+        else:
+            t += mantissa_noise(float_bits(y))
+        if tl.float8e4nv == HOLDER:  # without what is below bit 15 it is the float 1.5·2²³ + code·2¹⁵
+            kept = tl.where(finite, -32768, 0)[None, :, None]
+            offset = tl.where(finite, -384.0, 0.0)[None, :, None]
+            codes = tl.fma((t & kept).to(tl.float32, bitcast=True), 2.0**-15, offset)
+        else:
+            codes = ((t - 0x4B400000) >> 15) & tl.where(finite, -1, 0)[None, :, None]
+    return codes
+
+
+@triton.jit
+def scales_kernel(
+    tops, factors, along_scale, across_scale, along_count, count,
+    ALONG_LIMIT: tl.constexpr, ACROSS_LIMIT: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Scales, and what elements are multiplied by, from the tops of both operands: once a row, not once a row and tile."""
+    i = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    top = tl.load(tops + i, mask=i < count, other=0)
+    is_along = i < along_count
+    along, along_factor = scale_of(top, ALONG_LIMIT)
+    across, across_factor = scale_of(top, ACROSS_LIMIT)
+    tl.store(along_scale + i, along, mask=is_along)
+    tl.store(across_scale + i - along_count, across, mask=(i < count) & (i >= along_count))
+    tl.store(factors + i, tl.where(is_along, along_factor, across_factor), mask=i < count)
+
+
+@triton.jit
+def largest_kernel(
+    x, along_matrix, across_matrix, along_top, across_top, sums,
+    samples, length, per, columns, stride, step, piece_stride, row_tiles,
+    ALONG: tl.constexpr, ACROSS: tl.constexpr, SUMS: tl.constexpr, ALONG_GAIN: tl.constexpr, ACROSS_GAIN: tl.constexpr,
+    A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, WRAPS: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes of coefficients, as bits, into zeroed tops; the sums over TILES tiles of rows of each column.
+
+    ALONG, ACROSS: ``row`` or ``tensor`` where that operand needs a top, else empty.
+    """
+    column, group, piece = _program(columns, row_tiles, C)
+    c = column + tl.arange(0, C)
+    x += piece.to(tl.int64) * piece_stride
+    along = _basis(along_matrix, ALONG_RANK, A, AR)
+    across = _basis(across_matrix, ACROSS_RANK, N, R)
+    seen = tl.zeros((M, C, R), tl.float32)
+    total = tl.zeros((C, 16), tl.float32)
+    for tile in range(TILES):
+        first = (group * TILES + tile) * M
+        t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
+        if ACROSS != "":
+            seen = _larger(seen, tl.abs(_across(t, across, ACROSS_GAIN)))
+        if ALONG != "":
+            top = _largest(_along(t, along, ALONG_GAIN))
+            if ALONG == "tensor":
+                tl.atomic_max(along_top, tl.max(top, 0), sem="relaxed")
+            else:
+                r = tl.arange(0, M * N)
+                sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
+                tl.atomic_max(along_top + sample * length + start + r % N, top, mask=r % N < left, sem="relaxed")
+        if SUMS:
+            ones = tl.full((M * N, 16), 1.0, t.dtype)
+            total = tl.dot(tl.trans(tl.reshape(t, (M * N, C))), ones, total, input_precision="ieee")
+    if ACROSS != "":
+        top = _largest(seen)
+        if ACROSS == "tensor":
+            tl.atomic_max(across_top, tl.max(top, 0), sem="relaxed")
+        else:
+            tl.atomic_max(across_top + c, top, mask=c < columns, sem="relaxed")
+    if SUMS:
+        tl.store(sums + group.to(tl.int64) * columns + c, tl.max(total, 1), mask=c < columns)
+
+
+@triton.jit
+def quantize_kernel(
+    x, along_matrix, across_matrix, along_factor, across_factor, along_codes, along_scale, across_codes, across_scale,
+    samples, length, per, columns, stride, step, piece_stride, row_tiles,
+    along_k, along_piece, across_k, across_sample,
+    ALONG: tl.constexpr, ACROSS: tl.constexpr, ALONG_GAIN: tl.constexpr, ACROSS_GAIN: tl.constexpr,
+    ALONG_LIMIT: tl.constexpr, ACROSS_LIMIT: tl.constexpr, ALONG_ROUNDING: tl.constexpr, ACROSS_ROUNDING: tl.constexpr,
+    A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, FLAT: tl.constexpr, WRAPS: tl.constexpr,
+):  # fmt: skip
+    """Codes of one tile, M blocks of N rows × C columns.
+
+    ALONG, ACROSS: granularity of that operand, empty for none; ``block`` has one group a tile, whose scale is made here.
+    …_k: K; along_piece and across_sample: the part of K that one piece of the columns, or one sample, makes. FLAT: every block
+    makes a whole rank of it, so that K needs no samples.
+    """
+    column, tile, piece = _program(columns, row_tiles, C)
+    first = tile * M
+    x += piece.to(tl.int64) * piece_stride
+    t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
+    if ALONG != "":
+        r = tl.arange(0, M * N)
+        sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
+        row = (sample * length + start + r % N).to(tl.int64)
+        inside = r % N < left
+        y = _along(t, _basis(along_matrix, ALONG_RANK, A, AR), ALONG_GAIN)
+        if ALONG == "block":
+            scale, factor = scale_of(_largest(y), ALONG_LIMIT)
+        elif ALONG == "row":
+            factor = tl.load(along_factor + row, mask=inside, other=1.0)
+        else:
+            factor = tl.load(along_factor + tl.zeros_like(row))
+        start = column // A * ALONG_RANK
+        k = piece * along_piece + start
+        pairs = (k // 2 + tl.arange(0, C // A) * (ALONG_RANK // 2))[:, None] + tl.arange(0, AR // 2)[None, :]
+        row_pairs = (row * ((along_k + 1) // 2)).to(tl.int32)
+        codes = _codes(y, factor, pairs, row_pairs, ALONG_ROUNDING, along_codes.dtype.element_ty)
+        if ALONG == "block":
+            groups = tl.cdiv(along_k, C // A * AR)
+            tl.store(along_scale + row * groups + k // (C // A * AR), scale, mask=inside)
+        j = tl.arange(0, C // A * AR)
+        at = start + (j if ALONG_RANK == AR else j // AR * ALONG_RANK + j % AR)
+        inner = (at < along_piece) & (j % AR < ALONG_RANK)
+        codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (M * N, C // A * AR)).to(along_codes.dtype.element_ty)
+        place = along_codes + (row * along_k + piece * along_piece)[:, None] + at[None, :]
+        tl.store(place, codes, mask=inside[:, None] & inner[None, :])
+    if ACROSS != "":
+        c = column + tl.arange(0, C)
+        inside = c < columns
+        y = _across(t, _basis(across_matrix, ACROSS_RANK, N, R), ACROSS_GAIN)
+        if ACROSS == "block":
+            scale, factor = scale_of(_largest(y), ACROSS_LIMIT)
+        elif ACROSS == "row":
+            factor = tl.load(across_factor + c, mask=inside, other=1.0)
+        else:
+            factor = tl.load(across_factor + tl.zeros_like(c))
+        if FLAT:
+            k = (first + tl.arange(0, M)) * ACROSS_RANK
+        else:
+            sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, WRAPS)
+            k = sample * across_sample + start // N * ACROSS_RANK
+        row_pairs = (c.to(tl.int64) * ((across_k + 1) // 2)).to(tl.int32)
+        pairs = (k // 2)[:, None] + tl.arange(0, R // 2)[None, :]
+        codes = _codes(y, factor, pairs, row_pairs, ACROSS_ROUNDING, across_codes.dtype.element_ty)
+        if ACROSS == "block":
+            groups = tl.cdiv(across_k, M * R)
+            tl.store(across_scale + c.to(tl.int64) * groups + tile, scale, mask=inside)
+        j = tl.arange(0, M * R)
+        if FLAT:
+            at = first * ACROSS_RANK + (j if ACROSS_RANK == R else j // R * ACROSS_RANK + j % R)
+            inner = (at < across_k) & (j % R < ACROSS_RANK)
+        else:
+            sample, start, left = _place(first, per, length, samples, j // R, N, WRAPS)
+            in_sample = start // N * ACROSS_RANK + j % R
+            at = sample * across_sample + in_sample
+            inner = (j % R < ACROSS_RANK) & (left > 0) & (in_sample < across_sample)
+        codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (C, M * R)).to(across_codes.dtype.element_ty)
+        place = across_codes + c.to(tl.int64)[:, None] * across_k + at[None, :]
+        tl.store(place, codes, mask=inside[:, None] & inner[None, :])
