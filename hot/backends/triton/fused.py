@@ -147,9 +147,9 @@ def _serves(
 
 
 _TILES = {
-    "along": {"ROWS": 32, "C": 128, "num_warps": 2, "maxnreg": 128},
-    "across": {"ROWS": 64, "C": 128, "num_warps": 4, "maxnreg": 128},
-    "along+across": {"ROWS": 64, "C": 128, "num_warps": 4, "maxnreg": 128},
+    "along": {"ROWS": 32, "C": 128, "num_warps": 2, "TILES": 1, "maxnreg": 128},
+    "across": {"ROWS": 64, "C": 128, "num_warps": 4, "TILES": 1, "maxnreg": 128},
+    "along+across": {"ROWS": 64, "C": 128, "num_warps": 4, "TILES": 1, "maxnreg": 128},
 }
 LARGEST = family(
     "operands_largest",
@@ -164,9 +164,9 @@ QUANTIZE = family(
     "operands_quantized",
     lambda key: _TILES[str(key[0])],
     lambda key: [
-        {"ROWS": rows, "C": columns, "num_warps": warps, "maxnreg": registers}
+        {"ROWS": rows, "C": columns, "num_warps": warps, "TILES": tiles, "maxnreg": registers}
         for rows, columns, warps in ((32, 128, 2), (64, 64, 2), (64, 128, 4), (32, 128, 4), (128, 64, 4), (32, 256, 4))
-        for registers in (128, 168, 255)
+        for tiles, registers in ((1, 128), (1, 168), (4, 128), (4, 168))
     ],
 )
 """Shape class: as of LARGEST."""
@@ -219,14 +219,15 @@ def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> tup
         if b.granularity == "block":
             blocks, columns = b.tile // side, max(8192 // b.tile, 16)
         kept = constants(config, blocks, columns)
-        row_tiles = triton.cdiv(m.samples * per, blocks)
+        tiles = 1 if "block" in (a.granularity, b.granularity) else config["TILES"]
+        row_tiles = triton.cdiv(m.samples * per, blocks * tiles)
         programs = triton.cdiv(m.columns, kept["C"]) * row_tiles * m.pieces
         start(
             quantize_kernel, programs, m.x, a.matrix, b.matrix, factors, factors[a_count:], *out, *sizes, row_tiles,
             a_piece * m.pieces, a_piece, b_sample * m.samples, b_sample,
             ALONG=a.granularity, ACROSS=b.granularity, ALONG_LIMIT=a.limit, ACROSS_LIMIT=b.limit,
             ALONG_ROUNDING=a.rounding, ACROSS_ROUNDING=b.rounding, FLAT=m.samples == 1 or b_sample == per * b.rank,
-            maxnreg=config["maxnreg"], **kept,
+            TILES=tiles, maxnreg=config["maxnreg"], **kept,
         )  # fmt: skip
 
     with on_device(m.x):

@@ -172,9 +172,12 @@ def largest_kernel(
     across = _basis(across_matrix, ACROSS_RANK, N, R)
     seen = tl.zeros((M, C, R), tl.float32)
     total = tl.zeros((C, 16), tl.float32)
+    first = group * TILES * M
+    following = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
     for tile in range(TILES):
-        first = (group * TILES + tile) * M
-        t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
+        t = following  # the next tile is on its way while this one is worked on
+        more = tl.where(tile + 1 < TILES, samples, 0)
+        following = _load(x, first + M, column, more, length, per, columns, stride, step, M, N, C, WRAPS)
         if ACROSS != "":
             seen = _larger(seen, tl.abs(_across(t, across, ACROSS_GAIN)))
         if ALONG != "":
@@ -188,6 +191,7 @@ def largest_kernel(
         if SUMS:
             ones = tl.full((M * N, 16), 1.0, t.dtype)
             total = tl.dot(tl.trans(tl.reshape(t, (M * N, C))), ones, total, input_precision="ieee")
+        first += M
     if ACROSS != "":
         top = _largest(seen)
         if ACROSS == "tensor":
@@ -199,6 +203,82 @@ def largest_kernel(
 
 
 @triton.jit
+def _write_along(
+    x, basis, factors, out, scales, first, column, piece, samples, length, per, k, in_piece,
+    GRANULARITY: tl.constexpr, GAIN: tl.constexpr, LIMIT: tl.constexpr, ROUNDING: tl.constexpr, RANK: tl.constexpr,
+    WRAPS: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile's rows. k: K; in_piece: the part of K that one piece of the columns makes."""
+    N: tl.constexpr = x.shape[1]
+    A: tl.constexpr = basis.shape[0]
+    R: tl.constexpr = basis.shape[1]
+    BLOCKS: tl.constexpr = x.shape[2] // A
+    r = tl.arange(0, x.shape[0] * N)
+    sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
+    row = (sample * length + start + r % N).to(tl.int64)
+    inside = r % N < left
+    y = _along(x, basis, GAIN)
+    at = column // A * RANK  # of this tile, in its piece
+    if GRANULARITY == "block":
+        scale, factor = scale_of(_largest(y), LIMIT)
+        group = (piece * in_piece + at) // (BLOCKS * R)
+        tl.store(scales + row * tl.cdiv(k, BLOCKS * R) + group, scale, mask=inside)
+    elif GRANULARITY == "row":
+        factor = tl.load(factors + row, mask=inside, other=1.0)
+    else:
+        factor = tl.load(factors + tl.zeros_like(row))
+    pairs = ((piece * in_piece + at) // 2 + tl.arange(0, BLOCKS) * (RANK // 2))[:, None] + tl.arange(0, R // 2)[None, :]
+    codes = _codes(y, factor, pairs, (row * ((k + 1) // 2)).to(tl.int32), ROUNDING, out.dtype.element_ty)
+    codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (x.shape[0] * N, BLOCKS * R)).to(out.dtype.element_ty)
+    j = tl.arange(0, BLOCKS * R)
+    at += j if RANK == R else j // R * RANK + j % R
+    held = (at < in_piece) & (j % R < RANK)
+    place = out + (row * k + piece * in_piece)[:, None] + at[None, :]
+    tl.store(place, codes, mask=inside[:, None] & held[None, :])
+
+
+@triton.jit
+def _write_across(
+    x, basis, factors, out, scales, first, column, samples, length, per, columns, k, in_sample,
+    GRANULARITY: tl.constexpr, GAIN: tl.constexpr, LIMIT: tl.constexpr, ROUNDING: tl.constexpr, RANK: tl.constexpr,
+    FLAT: tl.constexpr, WRAPS: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile's columns. k: K; in_sample: the part of K that one sample makes; FLAT: every block makes RANK of it, so
+    that samples need no attention."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    C: tl.constexpr = x.shape[2]
+    R: tl.constexpr = basis.shape[1]
+    row = column + tl.arange(0, C)
+    inside = row < columns
+    row = row.to(tl.int64)
+    y = _across(x, basis, GAIN)
+    if GRANULARITY == "block":
+        scale, factor = scale_of(_largest(y), LIMIT)
+        tl.store(scales + row * tl.cdiv(k, M * R) + first // M, scale, mask=inside)
+    elif GRANULARITY == "row":
+        factor = tl.load(factors + row, mask=inside, other=1.0)
+    else:
+        factor = tl.load(factors + tl.zeros_like(row))
+    j = tl.arange(0, M * R)
+    if FLAT:
+        starts = (first + tl.arange(0, M)) * RANK
+        at = first * RANK + (j if RANK == R else j // R * RANK + j % R)
+        held = (at < k) & (j % R < RANK)
+    else:
+        sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, WRAPS)
+        starts = sample * in_sample + start // N * RANK
+        sample, start, left = _place(first, per, length, samples, j // R, N, WRAPS)
+        within = start // N * RANK + j % R
+        at = sample * in_sample + within
+        held = (left > 0) & (within < in_sample) & (j % R < RANK)
+    pairs = (starts // 2)[:, None] + tl.arange(0, R // 2)[None, :]
+    codes = _codes(y, factor, pairs, (row * ((k + 1) // 2)).to(tl.int32), ROUNDING, out.dtype.element_ty)
+    codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (C, M * R)).to(out.dtype.element_ty)
+    tl.store(out + (row * k)[:, None] + at[None, :], codes, mask=inside[:, None] & held[None, :])
+
+
+@triton.jit
 def quantize_kernel(
     x, along_matrix, across_matrix, along_factor, across_factor, along_codes, along_scale, across_codes, across_scale,
     samples, length, per, columns, stride, step, piece_stride, row_tiles,
@@ -206,74 +286,31 @@ def quantize_kernel(
     ALONG: tl.constexpr, ACROSS: tl.constexpr, ALONG_GAIN: tl.constexpr, ACROSS_GAIN: tl.constexpr,
     ALONG_LIMIT: tl.constexpr, ACROSS_LIMIT: tl.constexpr, ALONG_ROUNDING: tl.constexpr, ACROSS_ROUNDING: tl.constexpr,
     A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, FLAT: tl.constexpr, WRAPS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, FLAT: tl.constexpr, WRAPS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of one tile, M blocks of N rows × C columns.
+    """Codes of TILES tiles of M blocks of N rows × C columns.
 
     ALONG, ACROSS: granularity of that operand, empty for none; ``block`` has one group a tile, whose scale is made here.
-    …_k: K; along_piece and across_sample: the part of K that one piece of the columns, or one sample, makes. FLAT: every block
-    makes a whole rank of it, so that K needs no samples.
     """
-    column, tile, piece = _program(columns, row_tiles, C)
-    first = tile * M
+    column, group, piece = _program(columns, row_tiles, C)
     x += piece.to(tl.int64) * piece_stride
-    t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
-    if ALONG != "":
-        r = tl.arange(0, M * N)
-        sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
-        row = (sample * length + start + r % N).to(tl.int64)
-        inside = r % N < left
-        y = _along(t, _basis(along_matrix, ALONG_RANK, A, AR), ALONG_GAIN)
-        if ALONG == "block":
-            scale, factor = scale_of(_largest(y), ALONG_LIMIT)
-        elif ALONG == "row":
-            factor = tl.load(along_factor + row, mask=inside, other=1.0)
-        else:
-            factor = tl.load(along_factor + tl.zeros_like(row))
-        start = column // A * ALONG_RANK
-        k = piece * along_piece + start
-        pairs = (k // 2 + tl.arange(0, C // A) * (ALONG_RANK // 2))[:, None] + tl.arange(0, AR // 2)[None, :]
-        row_pairs = (row * ((along_k + 1) // 2)).to(tl.int32)
-        codes = _codes(y, factor, pairs, row_pairs, ALONG_ROUNDING, along_codes.dtype.element_ty)
-        if ALONG == "block":
-            groups = tl.cdiv(along_k, C // A * AR)
-            tl.store(along_scale + row * groups + k // (C // A * AR), scale, mask=inside)
-        j = tl.arange(0, C // A * AR)
-        at = start + (j if ALONG_RANK == AR else j // AR * ALONG_RANK + j % AR)
-        inner = (at < along_piece) & (j % AR < ALONG_RANK)
-        codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (M * N, C // A * AR)).to(along_codes.dtype.element_ty)
-        place = along_codes + (row * along_k + piece * along_piece)[:, None] + at[None, :]
-        tl.store(place, codes, mask=inside[:, None] & inner[None, :])
-    if ACROSS != "":
-        c = column + tl.arange(0, C)
-        inside = c < columns
-        y = _across(t, _basis(across_matrix, ACROSS_RANK, N, R), ACROSS_GAIN)
-        if ACROSS == "block":
-            scale, factor = scale_of(_largest(y), ACROSS_LIMIT)
-        elif ACROSS == "row":
-            factor = tl.load(across_factor + c, mask=inside, other=1.0)
-        else:
-            factor = tl.load(across_factor + tl.zeros_like(c))
-        if FLAT:
-            k = (first + tl.arange(0, M)) * ACROSS_RANK
-        else:
-            sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, WRAPS)
-            k = sample * across_sample + start // N * ACROSS_RANK
-        row_pairs = (c.to(tl.int64) * ((across_k + 1) // 2)).to(tl.int32)
-        pairs = (k // 2)[:, None] + tl.arange(0, R // 2)[None, :]
-        codes = _codes(y, factor, pairs, row_pairs, ACROSS_ROUNDING, across_codes.dtype.element_ty)
-        if ACROSS == "block":
-            groups = tl.cdiv(across_k, M * R)
-            tl.store(across_scale + c.to(tl.int64) * groups + tile, scale, mask=inside)
-        j = tl.arange(0, M * R)
-        if FLAT:
-            at = first * ACROSS_RANK + (j if ACROSS_RANK == R else j // R * ACROSS_RANK + j % R)
-            inner = (at < across_k) & (j % R < ACROSS_RANK)
-        else:
-            sample, start, left = _place(first, per, length, samples, j // R, N, WRAPS)
-            in_sample = start // N * ACROSS_RANK + j % R
-            at = sample * across_sample + in_sample
-            inner = (j % R < ACROSS_RANK) & (left > 0) & (in_sample < across_sample)
-        codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (C, M * R)).to(across_codes.dtype.element_ty)
-        place = across_codes + c.to(tl.int64)[:, None] * across_k + at[None, :]
-        tl.store(place, codes, mask=inside[:, None] & inner[None, :])
+    along = _basis(along_matrix, ALONG_RANK, A, AR)
+    across = _basis(across_matrix, ACROSS_RANK, N, R)
+    first = group * TILES * M
+    following = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
+    for tile in range(TILES):
+        t = following
+        if TILES > 1:  # the next tile is on its way while this one is worked on
+            more = tl.where(tile + 1 < TILES, samples, 0)
+            following = _load(x, first + M, column, more, length, per, columns, stride, step, M, N, C, WRAPS)
+        if ALONG != "":
+            _write_along(
+                t, along, along_factor, along_codes, along_scale, first, column, piece, samples, length, per,
+                along_k, along_piece, ALONG, ALONG_GAIN, ALONG_LIMIT, ALONG_ROUNDING, ALONG_RANK, WRAPS,
+            )  # fmt: skip
+        if ACROSS != "":
+            _write_across(
+                t, across, across_factor, across_codes, across_scale, first, column, samples, length, per, columns,
+                across_k, across_sample, ACROSS, ACROSS_GAIN, ACROSS_LIMIT, ACROSS_ROUNDING, ACROSS_RANK, FLAT, WRAPS,
+            )  # fmt: skip
+        first += M
