@@ -139,12 +139,21 @@ def _serves_all(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
+_libraries: dict[str, torch.library.Library] = {}
+
+
 def _custom_op(op: str, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    fake = OPS[op].fake
+    """The function as ``torch.ops.hot.<op>_<backend>``, defined by hand: torch.library.custom_op's checks of every call cost as
+    much as the launch of a kernel."""
+    name, fake = f"{op}_{backend}", OPS[op].fake
+    if name in _libraries:  # a backend that was taken out and comes again
+        _libraries.pop(name)._destroy()
+    library = _libraries[name] = torch.library.Library("hot", "FRAGMENT")
     schema = torch.library.infer_schema(fake, mutates_args=())
-    wrapped = torch.library.custom_op(f"hot::{op}_{backend}", function, mutates_args=(), schema=schema)
-    wrapped.register_fake(fake)
-    return wrapped
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hot::{name}", fake, lib=library)
+    return getattr(torch.ops.hot, name).default
 
 
 class Ops:

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from hot.backends.ops import bits_of, code_dtype, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import Specimen, on_device, specimen, start
+from hot.backends.triton.launch import Specimen, cdiv, on_device, power_of_2, specimen, start
 from hot.backends.triton.operands import largest_kernel, quantize_kernel, scales_kernel
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
@@ -56,7 +55,7 @@ class _Way(NamedTuple):
     @property
     def width(self) -> int:
         """The rank as a side of a product."""
-        return max(triton.next_power_of_2(self.rank), 8)
+        return max(power_of_2(self.rank), 8)
 
     @property
     def tile(self) -> int:
@@ -75,7 +74,7 @@ class _Way(NamedTuple):
 
     def k(self, length: int) -> int:
         """The part of K that `length` elements make."""
-        return length if self.block == 1 else triton.cdiv(length, self.block) * self.rank
+        return length if self.block == 1 else cdiv(length, self.block) * self.rank
 
     def tops(self, rows: int) -> int:
         """How many largest magnitudes there are."""
@@ -131,42 +130,38 @@ def _serves(
     if tail == "keep" and block > 1 and length % block:
         return False
     rank = IDENTITY if block == 1 else rank
-    k = length if block == 1 else triton.cdiv(length, block) * rank
+    k = length if block == 1 else cdiv(length, block) * rank
     if rounding == "hashed" and (rank % 2 or (samples > 1 and k % 2)):
         return False  # two neighbours along K share a hash, and a tile must hold both
     if granularity == "block":
         side = IDENTITY if block == 1 else block
         tile = group // rank * side
         return (
-            rank == triton.next_power_of_2(rank) >= 8
+            rank == power_of_2(rank) >= 8
             and group % rank == 0
             and 16 <= tile <= 256
-            and (tile == triton.next_power_of_2(tile) and (samples == 1 or k % group == 0))
+            and (tile == power_of_2(tile) and (samples == 1 or k % group == 0))
         )
     return granularity in ("row", "tensor") and rounding in ("nearest", "hashed", "pseudo_stochastic")
 
 
-_TILES = {
-    "along": {"ROWS": 32, "C": 128, "num_warps": 2, "TILES": 1, "maxnreg": 128},
-    "across": {"ROWS": 64, "C": 128, "num_warps": 4, "TILES": 1, "maxnreg": 128},
-    "along+across": {"ROWS": 64, "C": 128, "num_warps": 4, "TILES": 1, "maxnreg": 128},
-}
 LARGEST = family(
     "operands_largest",
-    lambda key: {"ROWS": 64, "C": 64, "TILES": 8, "num_warps": 4, "num_stages": 2},
+    lambda key: {"ROWS": 64, "C": 64, "TILES": 8, "num_warps": 2},
     lambda key: [
-        {"ROWS": rows, "C": columns, "TILES": tiles, "num_warps": 4, "num_stages": 2}
-        for rows in (32, 64) for columns in (64, 128) for tiles in (4, 8, 16)
+        {"ROWS": rows, "C": columns, "TILES": tiles, "num_warps": warps}
+        for rows, columns, warps in ((64, 64, 2), (64, 64, 4), (32, 64, 2), (64, 128, 4))
+        for tiles in (4, 8, 16)
     ],
-)  # fmt: skip
+)
 """Shape class: the operands that are made, block sides, classes of the sizes, dtype."""
 QUANTIZE = family(
     "operands_quantized",
-    lambda key: _TILES[str(key[0])],
+    lambda key: {"ROWS": 64, "C": 64, "num_warps": 2, "maxnreg": 128},
     lambda key: [
-        {"ROWS": rows, "C": columns, "num_warps": warps, "TILES": tiles, "maxnreg": registers}
-        for rows, columns, warps in ((32, 128, 2), (64, 64, 2), (64, 128, 4), (32, 128, 4), (128, 64, 4), (32, 256, 4))
-        for tiles, registers in ((1, 128), (1, 168), (4, 128), (4, 168))
+        {"ROWS": rows, "C": columns, "num_warps": warps, "maxnreg": registers}
+        for rows, columns, warps in ((64, 64, 2), (64, 128, 4), (32, 128, 2), (128, 64, 4))
+        for registers in (128, 168)
     ],
 )
 """Shape class: as of LARGEST."""
@@ -178,7 +173,7 @@ def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> tup
     assert some is not None
     a, b = (way or some._replace(granularity="") for way in (along, across))
     rows, side = m.samples * m.length, (across.side if across else IDENTITY)
-    per = triton.cdiv(m.length, side)  # blocks a sample
+    per = cdiv(m.length, side)  # blocks a sample
     a_piece, b_sample = a.k(m.columns), b.k(m.length)
     device = m.x.device
     out = a.room(rows, a_piece * m.pieces, device) + b.room(m.columns, b_sample * m.samples, device)
@@ -204,12 +199,12 @@ def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> tup
     def largest(config: Config) -> None:
         nonlocal partial
         kept = constants(config, max(config["ROWS"] // side, 1), config["C"])
-        row_tiles = triton.cdiv(m.samples * per, kept["M"] * config["TILES"])
-        programs = triton.cdiv(m.columns, kept["C"]) * row_tiles * m.pieces
+        row_tiles = cdiv(m.samples * per, kept["M"] * config["TILES"])
+        programs = cdiv(m.columns, kept["C"]) * row_tiles * m.pieces
         partial = torch.empty(row_tiles if sums else 0, m.columns, device=device)
         start(
             largest_kernel, programs, m.x, a.matrix, b.matrix, tops, tops[a_count:], partial, *sizes, row_tiles,
-            ALONG=a.scaled_by, ACROSS=b.scaled_by, SUMS=sums, TILES=config["TILES"], num_stages=config["num_stages"], **kept,
+            ALONG=a.scaled_by, ACROSS=b.scaled_by, SUMS=sums, TILES=config["TILES"], **kept,
         )  # fmt: skip
 
     def quantize(config: Config) -> None:
@@ -219,15 +214,14 @@ def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> tup
         if b.granularity == "block":
             blocks, columns = b.tile // side, max(8192 // b.tile, 16)
         kept = constants(config, blocks, columns)
-        tiles = 1 if "block" in (a.granularity, b.granularity) else config["TILES"]
-        row_tiles = triton.cdiv(m.samples * per, blocks * tiles)
-        programs = triton.cdiv(m.columns, kept["C"]) * row_tiles * m.pieces
+        row_tiles = cdiv(m.samples * per, blocks)
+        programs = cdiv(m.columns, kept["C"]) * row_tiles * m.pieces
         start(
             quantize_kernel, programs, m.x, a.matrix, b.matrix, factors, factors[a_count:], *out, *sizes, row_tiles,
             a_piece * m.pieces, a_piece, b_sample * m.samples, b_sample,
             ALONG=a.granularity, ACROSS=b.granularity, ALONG_LIMIT=a.limit, ACROSS_LIMIT=b.limit,
             ALONG_ROUNDING=a.rounding, ACROSS_ROUNDING=b.rounding, FLAT=m.samples == 1 or b_sample == per * b.rank,
-            TILES=tiles, maxnreg=config["maxnreg"], **kept,
+            maxnreg=config["maxnreg"], **kept,
         )  # fmt: skip
 
     with on_device(m.x):
@@ -235,7 +229,7 @@ def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> tup
             launch(LARGEST, key, device, largest)
         if count:
             start(
-                scales_kernel, triton.cdiv(count, 1024), tops, factors, out[1], out[3], a_count, count,
+                scales_kernel, cdiv(count, 1024), tops, factors, out[1], out[3], a_count, count,
                 ALONG_LIMIT=a.limit, ACROSS_LIMIT=b.limit, ELEMENTS=1024,
             )  # fmt: skip
         launch(QUANTIZE, key, device, quantize)

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from hot.backends.triton import interpreted as interpreted
@@ -49,6 +48,16 @@ def _capability(index: int) -> tuple[int, int]:
 @lru_cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def cdiv(a: int, b: int) -> int:
+    """⌈a / b⌉. Triton's own, made for kernels too, costs a step many microseconds; so does its next_power_of_2."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not less than n."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 class Rows(NamedTuple):
@@ -102,9 +111,9 @@ def tile(count: int, length: int, elements: int, innermost: bool) -> tuple[int, 
 
     8 rows where the columns are contiguous, so that what is worked out per column serves eight; 32 where the rows are.
     """
-    every = triton.next_power_of_2(count)
+    every = power_of_2(count)
     rows = min(every, 32 if innermost else 8)
-    columns = min(max(triton.next_power_of_2(length), 2), max(elements // rows, 2))
+    columns = min(max(power_of_2(length), 2), max(elements // rows, 2))
     return min(every, max(elements // columns, 1)), columns
 
 
@@ -118,6 +127,7 @@ def specimen(kernel: Any, pointers: dict[str, str], **constants: Any) -> Specime
     return kernel, {**numbers, **pointers}, constants
 
 
+INTERPRETED = interpreted()
 _compiled: dict[tuple[object, ...], Any] = {}
 
 
@@ -127,7 +137,7 @@ def start(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     args: the kernel's first arguments, in order; constants: its constexprs, which come last, and the launch options. What
     Triton specializes on is the key: dtype and alignment of tensors, and whether a number is 1, a multiple of 16, or wide.
     """
-    if interpreted():
+    if INTERPRETED:
         kernel[(programs,)](*args, **constants)
         return
     key = id(kernel), torch.cuda.current_device(), *constants.items(), *map(_specialization, args)

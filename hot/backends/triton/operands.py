@@ -172,12 +172,9 @@ def largest_kernel(
     across = _basis(across_matrix, ACROSS_RANK, N, R)
     seen = tl.zeros((M, C, R), tl.float32)
     total = tl.zeros((C, 16), tl.float32)
-    first = group * TILES * M
-    following = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
     for tile in range(TILES):
-        t = following  # the next tile is on its way while this one is worked on
-        more = tl.where(tile + 1 < TILES, samples, 0)
-        following = _load(x, first + M, column, more, length, per, columns, stride, step, M, N, C, WRAPS)
+        first = (group * TILES + tile) * M
+        t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
         if ACROSS != "":
             seen = _larger(seen, tl.abs(_across(t, across, ACROSS_GAIN)))
         if ALONG != "":
@@ -191,7 +188,6 @@ def largest_kernel(
         if SUMS:
             ones = tl.full((M * N, 16), 1.0, t.dtype)
             total = tl.dot(tl.trans(tl.reshape(t, (M * N, C))), ones, total, input_precision="ieee")
-        first += M
     if ACROSS != "":
         top = _largest(seen)
         if ACROSS == "tensor":
@@ -286,31 +282,25 @@ def quantize_kernel(
     ALONG: tl.constexpr, ACROSS: tl.constexpr, ALONG_GAIN: tl.constexpr, ACROSS_GAIN: tl.constexpr,
     ALONG_LIMIT: tl.constexpr, ACROSS_LIMIT: tl.constexpr, ALONG_ROUNDING: tl.constexpr, ACROSS_ROUNDING: tl.constexpr,
     A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, FLAT: tl.constexpr, WRAPS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, FLAT: tl.constexpr, WRAPS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of TILES tiles of M blocks of N rows × C columns.
+    """Codes of one tile, M blocks of N rows × C columns.
 
     ALONG, ACROSS: granularity of that operand, empty for none; ``block`` has one group a tile, whose scale is made here.
     """
-    column, group, piece = _program(columns, row_tiles, C)
+    column, tile, piece = _program(columns, row_tiles, C)
+    first = tile * M
     x += piece.to(tl.int64) * piece_stride
-    along = _basis(along_matrix, ALONG_RANK, A, AR)
-    across = _basis(across_matrix, ACROSS_RANK, N, R)
-    first = group * TILES * M
-    following = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
-    for tile in range(TILES):
-        t = following
-        if TILES > 1:  # the next tile is on its way while this one is worked on
-            more = tl.where(tile + 1 < TILES, samples, 0)
-            following = _load(x, first + M, column, more, length, per, columns, stride, step, M, N, C, WRAPS)
-        if ALONG != "":
-            _write_along(
-                t, along, along_factor, along_codes, along_scale, first, column, piece, samples, length, per,
-                along_k, along_piece, ALONG, ALONG_GAIN, ALONG_LIMIT, ALONG_ROUNDING, ALONG_RANK, WRAPS,
-            )  # fmt: skip
-        if ACROSS != "":
-            _write_across(
-                t, across, across_factor, across_codes, across_scale, first, column, samples, length, per, columns,
-                across_k, across_sample, ACROSS, ACROSS_GAIN, ACROSS_LIMIT, ACROSS_ROUNDING, ACROSS_RANK, FLAT, WRAPS,
-            )  # fmt: skip
-        first += M
+    t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
+    if ALONG != "":
+        basis = _basis(along_matrix, ALONG_RANK, A, AR)
+        _write_along(
+            t, basis, along_factor, along_codes, along_scale, first, column, piece, samples, length, per, along_k, along_piece,
+            ALONG, ALONG_GAIN, ALONG_LIMIT, ALONG_ROUNDING, ALONG_RANK, WRAPS,
+        )  # fmt: skip
+    if ACROSS != "":
+        basis = _basis(across_matrix, ACROSS_RANK, N, R)
+        _write_across(
+            t, basis, across_factor, across_codes, across_scale, first, column, samples, length, per, columns,
+            across_k, across_sample, ACROSS, ACROSS_GAIN, ACROSS_LIMIT, ACROSS_ROUNDING, ACROSS_RANK, FLAT, WRAPS,
+        )  # fmt: skip

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import on_device, specimen, tile
+from hot.backends.triton.launch import cdiv, on_device, specimen, tile
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 
@@ -78,7 +78,7 @@ def _run(way: str, source: Tensor, target: Tensor, k: int) -> None:
 
     def run(config: Config) -> None:
         r, c = tile(rows, k, config["ELEMENTS"], False)
-        grid = (triton.cdiv(rows, r) * triton.cdiv(k, c),)
+        grid = (cdiv(rows, r) * cdiv(k, c),)
         kernel[grid](source, target, rows, k, -(-k // 2), *source.stride(), R=r, C=c, num_warps=config["num_warps"])
 
     with on_device(source):

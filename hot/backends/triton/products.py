@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import Specimen, capability, has_fp8, multiprocessors, on_device, specimen, start
+from hot.backends.triton.launch import Specimen, capability, cdiv, has_fp8, multiprocessors, on_device, specimen, start
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 INT32_TERMS = 2**31 // 128**2 // 16 * 16 - 16
@@ -219,7 +219,7 @@ def _integer(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torc
 
     def run(config: Config) -> None:
         kept = {name: value for name, value in config.items() if name != "copied"}
-        tiles = triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"])
+        tiles = cdiv(m, config["BM"]) * cdiv(n, config["BN"])
         if not config["copied"]:
             start(integer_kernel, tiles, a, b, out, *scales, m, n, k, *steps, EVEN_K=k % config["BK"] == 0, **kept)
             return
@@ -229,7 +229,7 @@ def _integer(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torc
         if config["copied"] == 3:
             sums = torch.zeros(m, n, dtype=torch.int32, device=a.device)
             start(streamed_kernel, many, left, right, sums, m, n, k, many, **kept)
-            start(rescale_kernel, triton.cdiv(m * n, 1024), sums, out, *scales, n, m * n, *steps, ELEMENTS=1024)
+            start(rescale_kernel, cdiv(m * n, 1024), sums, out, *scales, n, m * n, *steps, ELEMENTS=1024)
             return
         result = TensorDescriptor.from_tensor(out, [config["BM"], config["BN"]])
         persistent = config["copied"] == 1
@@ -281,7 +281,7 @@ def _by_blocks(
     size = 128 if m * n >= 2**20 else 64
     with on_device(a):
         start(
-            block_kernel, triton.cdiv(m, size) * triton.cdiv(n, size), a, b, out, a_scale, b_scale, m, n, k, *where,
+            block_kernel, cdiv(m, size) * cdiv(n, size), a, b, out, a_scale, b_scale, m, n, k, *where,
             BM=size, BN=size, BK=block, GROUP=8, HALF=a.dtype != torch.int8 or block < 32, BLOCKS=bool(a_group or b_group),
             num_warps=8 if size == 128 else 4, num_stages=3,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from hot.backends.ops import code_dtype, scale_shape
 from hot.backends.table import register_kernel
 from hot.backends.triton import rounding
 from hot.backends.triton.encoding import MANTISSA, coding, encode
-from hot.backends.triton.launch import FLOATS, Specimen, on_device, specimen, tile
+from hot.backends.triton.launch import FLOATS, Specimen, cdiv, on_device, power_of_2, specimen, tile
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 LARGEST_TILE, NEAR_ROWS = 2**14, 16
@@ -163,8 +163,8 @@ def _innermost(x: Tensor) -> bool:
 
 def _whole(rows: int, span: int, elements: int, innermost: bool) -> tuple[int, int]:
     """As `tile`, of whole runs: as many rows as make `elements`, NEAR_ROWS at least where they are innermost."""
-    columns = max(triton.next_power_of_2(span), 2)
-    return min(triton.next_power_of_2(rows), max(elements // columns, NEAR_ROWS if innermost else 1)), columns
+    columns = max(power_of_2(span), 2)
+    return min(power_of_2(rows), max(elements // columns, NEAR_ROWS if innermost else 1)), columns
 
 
 def _supports(x: Tensor, format: str, granularity: str, group: int, rounding: str, clip: Sequence[float]) -> bool:
@@ -186,7 +186,7 @@ def quantize(
     per = "row" if granularity == "block" else granularity
     span = min(group, k) if granularity == "block" else k
     innermost = _innermost(x)
-    one_pass = per == "row" and triton.next_power_of_2(span) * (NEAR_ROWS if innermost else 1) <= LARGEST_TILE
+    one_pass = per == "row" and power_of_2(span) * (NEAR_ROWS if innermost else 1) <= LARGEST_TILE
     top = random
     if not one_pass:
         top = torch.zeros(scale.shape, dtype=torch.int64 if x.dtype == torch.float64 else torch.int32, device=x.device)
@@ -195,7 +195,7 @@ def quantize(
 
     def run(config: Config) -> None:
         r, c = (_whole if one_pass else tile)(rows, span, config["ELEMENTS"], innermost)
-        grid = (triton.cdiv(rows, r) * triton.cdiv(k, span) * triton.cdiv(span, c),)
+        grid = (cdiv(rows, r) * cdiv(k, span) * cdiv(span, c),)
         how = {"R": r, "C": c, "num_warps": config["num_warps"]}
         if one_pass:
             groups_kernel[grid](x, codes.view(torch.uint8), scale, random, *shape, **how, **given)
@@ -223,7 +223,7 @@ def dequantize(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> 
 
     def run(config: Config) -> None:
         r, c = tile(rows, k, config["ELEMENTS"], innermost)
-        dequantize_kernel[(triton.cdiv(rows, r) * triton.cdiv(k, c),)](
+        dequantize_kernel[(cdiv(rows, r) * cdiv(k, c),)](
             source, scale, out, rows, k, max(group, 1), *source.stride(), *steps,
             R=r, C=c, INNERMOST=innermost, M=mantissa, PER=per, num_warps=config["num_warps"],
         )  # fmt: skip

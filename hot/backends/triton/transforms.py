@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hot.backends.ops import compute_dtype, projected_length
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import FLOATS, Specimen, on_device, rows_of, specimen, tile
+from hot.backends.triton.launch import FLOATS, Specimen, cdiv, on_device, rows_of, specimen, tile
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 from hot.hadamard import is_power_of_two
 
@@ -124,7 +124,7 @@ def _run(
         return out
     prefix = min(prefix, length)
     kept = (length - prefix) % block if tail == "keep" else 0
-    blocks = triton.cdiv(length - prefix - kept, block)
+    blocks = cdiv(length - prefix - kept, block)
     for n, at in ((prefix, 0), (kept, -kept)):  # a few columns that no block has
         if n:
             out[..., at : at + n or None].copy_(x[..., at : at + n or None])
@@ -137,10 +137,10 @@ def _run(
             r, columns = tile(view.number, blocks * block, config["ELEMENTS"], view.innermost)
             columns = max(columns, block)
             r = max(min(r, config["ELEMENTS"] // columns), 1)
-            row_tiles, b = triton.cdiv(view.number, r), columns // block
+            row_tiles, b = cdiv(view.number, r), columns // block
             position, sign = _positions(block, rows, signs, draw, x.device)
             mapped = draw is not None or tuple(rows) != tuple(range(block))
-            transform_kernel[(row_tiles * triton.cdiv(blocks, b),)](
+            transform_kernel[(row_tiles * cdiv(blocks, b),)](
                 view.x, out, position, sign,
                 view.number, view.fast, view.stride, view.far, view.step, view.out_stride, view.out_far,
                 prefix, length - kept, blocks, row_tiles, rank,
