@@ -12,7 +12,7 @@ from hot.backends.ops import bits_of, code_dtype, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
 from hot.backends.triton.launch import Specimen, cdiv, on_device, power_of_2, specimen, start
-from hot.backends.triton.operands import across_kernel, largest_kernel, quantize_kernel, scales_kernel
+from hot.backends.triton.operands import largest_kernel, quantize_kernel, scales_kernel
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -236,59 +236,6 @@ def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> tup
     return *out, partial.sum(0) if sums else partial
 
 
-ACROSS = family(
-    "operand_across",
-    lambda key: {"ROWS": 64, "C": 64, "TILES": 4, "PANEL": _panel(key), "num_warps": 2},
-    lambda key: [
-        {"ROWS": 64, "C": columns, "TILES": tiles, "PANEL": panel, "num_warps": warps}
-        for columns, warps in ((64, 2), (128, 4))
-        for tiles in (2, 4, 8)
-        for panel in (_panel(key), 2 * _panel(key))
-    ],
-)
-"""Shape class: side of the block, classes of the rows and columns, dtype. PANEL column tiles are worked on at a time."""
-L2 = 2**23
-"""Bytes of a panel: three of them, and what is written meanwhile, are to fit into the L2 cache of a large GPU."""
-
-
-def _panel(key: Key) -> int:
-    rows = key[1]
-    assert isinstance(rows, int)
-    return min(max(L2 // (2**rows * 64 * 2), 1), 64)
-
-
-def _run_across(m: _Matrix, way: _Way) -> tuple[Tensor, Tensor]:
-    """(codes, scale) of one operand across with a scale a row."""
-    per = cdiv(m.length, way.side)
-    in_sample = way.k(m.length)
-    k = in_sample * m.samples
-    codes, scale = way.room(m.columns, k, m.x.device)
-    key: Key = (way.side, bucket(m.samples * m.length), bucket(m.columns), DTYPES[m.x.dtype])
-
-    def run(config: Config) -> None:
-        blocks, tiles, panel, columns = (
-            max(config["ROWS"] // way.side, 1),
-            config["TILES"],
-            config["PANEL"],
-            config["C"],
-        )
-        row_tiles = cdiv(m.samples * per, blocks)
-        panels = cdiv(m.columns, columns * panel)
-        programs = (panels + 2) * cdiv(row_tiles, tiles) * panel * (tiles + 1)
-        zeros = torch.zeros(m.columns + panels + 1, dtype=torch.int32, device=m.x.device)
-        start(
-            across_kernel, programs, m.x, way.matrix, zeros, zeros[m.columns :], codes, scale,
-            m.samples, m.length, per, m.columns, m.stride, m.step, row_tiles, k, in_sample,
-            GAIN=way.gain, LIMIT=way.limit, ROUNDING=way.rounding, RANK=way.rank, R=way.width, M=blocks, N=way.side, C=columns,
-            TILES=tiles, PANEL=panel, FLAT=m.samples == 1 or in_sample == per * way.rank, WRAPS=blocks > per,
-            num_warps=config["num_warps"], enable_fp_fusion=False,
-        )  # fmt: skip
-
-    with on_device(m.x):
-        launch(ACROSS, key, m.x.device, run)
-    return codes, scale
-
-
 def _serves_operand(
     x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None,
     format: str, granularity: str, group: int, rounding: str, clip: Sequence[float],
@@ -308,8 +255,6 @@ def transform_quantize(
     count, samples, length = x.shape
     if x.stride(0) == 1 and x.stride(2) != 1:
         across = _Matrix(x, samples, length, count, 1, x.stride(1), x.stride(2), 0)
-        if granularity == "row":
-            return _run_across(across, way)
         _, _, codes, scale, _ = _run(across, None, way, False)
     else:
         x = x if x.stride(2) == 1 else x.contiguous()
@@ -381,24 +326,7 @@ def _specimen(x: str, holder: str, along: str, across: str, rank: int) -> list[S
     ]
 
 
-_ACROSS = {"x": "*bf16", "matrix": "*bf16", "tops": "*i32", "done": "*i32", "codes": "*i8", "scales": "*fp32"}
 SPECIMENS = [
-    specimen(
-        across_kernel,
-        _ACROSS,
-        GAIN=1.0,
-        LIMIT=127,
-        ROUNDING="hashed",
-        RANK=8,
-        R=8,
-        M=4,
-        N=16,
-        C=64,
-        TILES=4,
-        PANEL=2,
-        FLAT=True,
-        WRAPS=False,
-    ),
     *_specimen("bf16", "i8", "row", "row", 8),
     *_specimen("fp16", "i8", "", "tensor", 16),
     *_specimen("fp32", "i8", "block", "", 8),

@@ -240,7 +240,7 @@ def _write_across(
     FLAT: tl.constexpr, WRAPS: tl.constexpr,
 ):  # fmt: skip
     """Codes of a tile's columns. k: K; in_sample: the part of K that one sample makes; FLAT: every block makes RANK of it, so
-    that samples need no attention. GRANULARITY ``known``: factors are those of the columns already."""
+    that samples need no attention."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     C: tl.constexpr = x.shape[2]
@@ -252,8 +252,6 @@ def _write_across(
     if GRANULARITY == "block":
         scale, factor = scale_of(_largest(y), LIMIT)
         tl.store(scales + row * tl.cdiv(k, M * R) + first // M, scale, mask=inside)
-    elif GRANULARITY == "known":
-        factor = factors
     elif GRANULARITY == "row":
         factor = tl.load(factors + row, mask=inside, other=1.0)
     else:
@@ -305,57 +303,4 @@ def quantize_kernel(
         _write_across(
             t, basis, across_factor, across_codes, across_scale, first, column, samples, length, per, columns,
             across_k, across_sample, ACROSS, ACROSS_GAIN, ACROSS_LIMIT, ACROSS_ROUNDING, ACROSS_RANK, FLAT, WRAPS,
-        )  # fmt: skip
-
-
-@triton.jit
-def across_kernel(
-    x, matrix, tops, done, codes, scales,
-    samples, length, per, columns, stride, step, row_tiles, k, in_sample,
-    GAIN: tl.constexpr, LIMIT: tl.constexpr, ROUNDING: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, PANEL: tl.constexpr,
-    FLAT: tl.constexpr, WRAPS: tl.constexpr,
-):  # fmt: skip
-    """The operand across, one scale a row, from one trip to memory: what is read for the largest magnitudes of a panel of PANEL
-    column tiles is still in the L2 cache when its codes are made.
-
-    done: zeros, one for each panel after the first, which counts the programs that began. Rounds of programs: in round r, every
-    first of TILES + 1 looks at TILES tiles of panel r, the others make codes of one tile each of panel r − 2, by then done.
-    Programs are numbered as they begin, so that one that waits waits only for programs that run.
-    """
-    panels = tl.cdiv(columns, C * PANEL)
-    groups = tl.cdiv(row_tiles, TILES)
-    a_round = groups * PANEL * (TILES + 1)
-    number = tl.atomic_add(done, 1, sem="relaxed")
-    turn = number // a_round
-    task = number % a_round // (TILES + 1)
-    role = number % (TILES + 1)
-    group = task // PANEL
-    basis = _basis(matrix, RANK, N, R)
-    if role == 0:
-        if turn < panels:
-            column = (turn * PANEL + task % PANEL) * C
-            seen = tl.zeros((M, C, R), tl.float32)
-            for tile in range(TILES):
-                first = (group * TILES + tile) * M
-                t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
-                seen = _larger(seen, tl.abs(_across(t, basis, GAIN)))
-            c = column + tl.arange(0, C)
-            tl.atomic_max(tops + c, _largest(seen), mask=c < columns, sem="relaxed")
-            tl.debug_barrier()  # all of this program's maxima are out
-            tl.atomic_add(done + 1 + turn, 1, sem="release")
-    elif turn >= 2:
-        panel = turn - 2
-        column = (panel * PANEL + task % PANEL) * C
-        first = (group * TILES + role - 1) * M
-        while tl.atomic_add(done + 1 + panel, 0, sem="acquire") < groups * PANEL:
-            pass
-        c = column + tl.arange(0, C)
-        scale, factor = scale_of(tl.load(tops + c, mask=c < columns, other=0, cache_modifier=".cg"), LIMIT)
-        if first == 0:
-            tl.store(scales + c, scale, mask=c < columns)
-        t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
-        _write_across(
-            t, basis, factor, codes, scales, first, column, samples, length, per, columns, k, in_sample,
-            "known", GAIN, LIMIT, ROUNDING, RANK, FLAT, WRAPS,
         )  # fmt: skip
