@@ -132,6 +132,8 @@ class Conv2dView:
 
     def input_from_rows(self, product: Tensor, x_shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Columns (samples·tokens, C·kh·kw) → those samples in the shape of x; a pixel's shares in several windows add up."""
+        if self.is_pointwise:
+            return self._pixels_from_rows(product, x_shape, dtype)
         left, right, top, bottom = self.pads
         height, width = x_shape[-2:]
         size = (height + top + bottom, width + left + right)
@@ -142,6 +144,16 @@ class Conv2dView:
         folded = F.fold(columns, size, self.kernel, self.dilation, 0, self.stride)
         grad = folded[:, :, top : top + height, left : left + width].to(dtype)
         return grad if len(x_shape) == 4 else grad[0]
+
+    def _pixels_from_rows(self, product: Tensor, x_shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Rows are pixels: nothing adds up, and rows lie as channels_last does."""
+        height, width = self._out(x_shape[-2:])
+        pixels = product.to(dtype).view(-1, height, width, product.shape[1]).permute(0, 3, 1, 2)
+        if self.stride != (1, 1):  # pixels that the layer never read
+            read, size = pixels, (pixels.shape[0], *x_shape[-3:])
+            pixels = torch.zeros(size, dtype=dtype, device=product.device).to(memory_format=torch.channels_last)
+            pixels[:, :, :: self.stride[0], :: self.stride[1]] = read
+        return pixels if len(x_shape) == 4 else pixels[0]
 
     def _out(self, padded: tuple[int, int] | torch.Size) -> tuple[int, int]:
         """Output size by torch's formula, from the padded size."""
