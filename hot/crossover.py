@@ -103,11 +103,11 @@ def leaves_exact(x: Tensor, weight: Tensor, plan: LayerPlan, view: View) -> bool
     """Whether the crossover of x's device leaves a layer exact. Says so once a weight's shape, but in no compiled graph."""
     if _is_off:
         return False
-    table = _table(x.device, plan)
+    table = _table(x.device)
     if not table:
         return False
     kind, dtype, sizes = _kind(view), _product_dtype(x), _sizes(x.shape, weight.shape, view)
-    winners = table.get((kind, _text(plan), _name(dtype)))
+    winners = table.get((kind, plan.text, _name(dtype)))
     if winners is None or any(_fits(winner, sizes) for winner in winners):
         return False
     if not torch.compiler.is_compiling() and (kind, dtype, sizes[1:]) not in _said:
@@ -266,7 +266,7 @@ def _load(device: torch.device) -> dict[tuple[str, str, str], tuple[Sizes, ...]]
     return {key: _winners(points) for key, points in groups.items()}
 
 
-def _table(device: torch.device, plan: LayerPlan) -> dict[tuple[str, str, str], tuple[Sizes, ...]]:
+def _table(device: torch.device) -> dict[tuple[str, str, str], tuple[Sizes, ...]]:
     """The winners by kind, plan and dtype, read when a device is first met: a step, compiled or not, only looks them up."""
     if torch.compiler.is_compiling():
         from torch._dynamo.comptime import comptime
@@ -277,23 +277,11 @@ def _table(device: torch.device, plan: LayerPlan) -> dict[tuple[str, str, str], 
     return _tables[device]
 
 
-def _text(plan: LayerPlan) -> str:
-    """``str(plan)``, made once and kept on the plan."""
-    text: str | None = getattr(plan, "_text", None)
-    if text is None:
-        text = str(plan)
-        object.__setattr__(plan, "_text", text)  # frozen, and this is none of its fields
-    return text
-
-
 def _load_while_tracing(context: Any) -> None:
-    """What `_table` and `_text` do where their frames are traced before they ever ran: the tracer can do neither."""
+    """What `_table` does where its frame is traced before it ever ran: the tracer can't read files."""
     device = context.get_local("device").as_python_constant()
     if device not in _tables:
         _tables[device] = _load(device)
-    if _tables[device]:
-        plan = context.get_local("plan")._i_will_not_complain_if_bc_breaks_VariableTracker()
-        _text(plan.value)
 
 
 def _kind(view: View) -> str:

@@ -66,8 +66,11 @@ class LayerPlan:
     grad_weight: GradWeightPlan = field(default_factory=GradWeightPlan)
     buffer: Buffer = field(default_factory=Raw)
     backend: str = "auto"
+    text: str = field(init=False, repr=False, compare=False)
+    """``str(plan)``, for graphs under torch.compile, which can't print it."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "text", str(self))  # frozen, and this follows from the rest
         parts: list[Transform | Quantizer] = [self.buffer.quantizer] if isinstance(self.buffer, Quantized) else []
         for path in (self.grad_input, self.grad_weight):
             parts += [path.transform, *path.quantizers]

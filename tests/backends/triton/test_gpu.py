@@ -152,3 +152,53 @@ def test_compiles_without_graph_breaks() -> None:
         return ops.dequantize(codes, scale, 0, torch.float32)
 
     assert torch.equal(torch.compile(step, fullgraph=True)(x), step(x))
+
+
+PRODUCTS = [(256, 192, 4096), (384, 640, 8192), (3072, 768, 26624), (32, 16, 16), (130, 48, 1040), (1024, 4096, 512)]
+
+
+@pytest.mark.parametrize(("m", "n", "k"), PRODUCTS)
+@pytest.mark.parametrize("codes", ["random", "all largest", "alternating"])
+@pytest.mark.parametrize(("format", "largest"), [("int4.e4m3", 7), ("int8", 127)])
+def test_products_of_codes_are_exact(format: str, largest: int, codes: str, m: int, n: int, k: int) -> None:
+    """Bit for bit the integer product, the worst case included, by whatever kernel serves the size."""
+    a, b = (torch.randint(-largest, largest + 1, (rows, k), device=GPU, dtype=torch.int8) for rows in (m, n))
+    if codes != "random":
+        a.fill_(largest), b.fill_(largest)
+    if codes == "alternating":
+        a[:, ::2] = -largest
+        b[:, ::3] = -largest
+    want = torch._int_mm(a, b.T)
+    if format.endswith("e4m3"):
+        a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    one = torch.ones(1, 1, device=GPU)
+    for dtype in (torch.float32, torch.bfloat16):
+        got = ops_for("triton", "cuda").matmul(a, one.expand(m, 1), 0, b, one, 0, dtype)
+        assert torch.equal(got, want.to(torch.float32).to(dtype))
+
+
+def test_what_is_launched_again_sees_its_own_arguments() -> None:
+    """`start` keeps compiled kernels by what they were specialized on: sizes, alignment and dtype may change between calls."""
+    ops, reference = ops_for("triton", "cuda"), ops_for("reference", "cuda")
+    store = torch.randn(3 * 65 * 129 + 1, device=GPU).bfloat16()
+    for offset, rows, k in [(0, 64, 128), (0, 65, 129), (1, 64, 128), (0, 1, 128), (1, 65, 1), (0, 64, 128)]:
+        x = store[offset : offset + rows * k].view(rows, 1, k)
+        for t in (x, x.transpose(0, 2)):
+            how = 16, range(16), (), 0, "pad", None, "int8", "row", 0, "nearest", ()
+            got, want = ops.transform_quantize(t, *how), reference.transform_quantize(t, *how)
+            assert (got[0].int() - want[0].int()).abs().max() <= 1
+            torch.testing.assert_close(got[1], want[1])
+
+
+@pytest.mark.parametrize("samples, length, outputs", [(1, 512, 256), (8, 197, 384), (64, 5, 128), (3, 49, 1000)])
+def test_the_largest_code_is_never_passed(samples: int, length: int, outputs: int) -> None:
+    """Codes are not clamped: the maximum and the codes come from the same arithmetic."""
+    g = torch.randn(samples, length, outputs, device=GPU, dtype=torch.bfloat16) * 100
+    g[..., ::7] = 3.0
+    row, column = (16, range(16), ()), (16, range(8), (), 0, "pad", None)
+    how = "row", 0, "hashed", ()
+    i, _, w, _, bias = ops_for("triton", "cuda").grad_output_operands(
+        g, *row, "int4.e4m3", *how, *column, "int8", *how, True
+    )
+    assert i.float().abs().max() == 7 and w.int().abs().max() == 127
+    torch.testing.assert_close(bias.float(), g.float().sum((0, 1)), rtol=0.01, atol=1.0)
