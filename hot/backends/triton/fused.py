@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from hot.backends.ops import bits_of, code_dtype, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import Specimen, cdiv, on_device, power_of_2, specimen, start
+from hot.backends.triton.launch import Launch, Specimen, cdiv, on_device, power_of_2, specimen
 from hot.backends.triton.operands import largest_kernel, quantize_kernel, scales_kernel
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
@@ -19,9 +20,8 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class _Matrix(NamedTuple):
-    """A tensor as the kernels see it: `samples` × `length` rows, `columns` dense, the whole of it `pieces` times."""
+    """How the kernels see a tensor: `samples` × `length` rows, `columns` dense, the whole of it `pieces` times."""
 
-    x: Tensor
     samples: int
     length: int
     columns: int
@@ -30,27 +30,26 @@ class _Matrix(NamedTuple):
     step: int  # of a row
     piece_stride: int
 
+    @property
+    def rows(self) -> int:
+        return self.samples * self.length
+
 
 class _Way(NamedTuple):
-    """What one operand's transform and quantizer are to the kernels. granularity: empty where that operand is not made."""
+    """What one operand's transform and quantizer are to the kernels."""
 
-    matrix: (
-        Tensor  # (rank, side): ±1, or ±2^k where the gain is a power of two; the identity where nothing is transformed
-    )
-    gain: float  # the gain, where the matrix does not hold it
-    block: int
+    block: int  # 1: nothing is transformed
+    rank: int
+    gain: float  # what the basis does not hold of it
     format: str
-    granularity: str
+    granularity: str  # empty for an operand that is not made
     group: int
     rounding: str
 
     @property
-    def rank(self) -> int:
-        return self.matrix.shape[0]
-
-    @property
     def side(self) -> int:
-        return self.matrix.shape[1]
+        """The side of the blocks that are cut."""
+        return IDENTITY if self.block == 1 else self.block
 
     @property
     def width(self) -> int:
@@ -80,40 +79,36 @@ class _Way(NamedTuple):
         """How many largest magnitudes there are."""
         return {"": 0, "row": rows, "tensor": 1}[self.scaled_by]
 
-    def room(self, rows: int, k: int, device: torch.device) -> list[Tensor]:
-        """Codes (rows, k) and their scale, to be written; two empty tensors for an operand that is not made."""
-        shape = scale_shape(rows, k, self.granularity, self.group) if self.granularity else (0, 0)
-        size = (rows, k) if self.granularity else (0, 0)
-        codes = torch.empty(size, dtype=code_dtype(self.format), device=device)
-        return [codes, torch.empty(shape, dtype=torch.float32, device=device)]
+
+_bases: dict[tuple[object, ...], Tensor] = {}
 
 
-_matrices: dict[tuple[object, ...], tuple[Tensor, float]] = {}
-
-
-def _way(
-    x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | None,
-    format: str, granularity: str, group: int, rounding: str,
-) -> _Way:  # fmt: skip
+def _basis(x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | None) -> Tensor:
+    """The matrix (rank, side) of a transform, ±1, or ±2^k where the gain is a power of two; the identity for none."""
     key = block, tuple(rows), tuple(signs), x.dtype, x.device
-    made = _matrices.get(key) if draw is None else None
-    if made is None:
-        made = _matrix(x, block, rows, signs, draw)
+    found = _bases.get(key) if draw is None else None
+    if found is None:
+        found = torch.eye(IDENTITY, dtype=x.dtype, device=x.device)
+        if block > 1:
+            size = block if draw is None else draw.shape[0]
+            found = basis(block, rows, signs, draw, x.new_empty(0)) * (size**-0.5 if _is_exact(size) else 1.0)
+        found = found.contiguous()
         if draw is None:
-            _matrices[key] = made
-    return _Way(*made, block, format, granularity, group, rounding)
+            _bases[key] = found
+    return found
 
 
-def _matrix(
-    x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | None
-) -> tuple[Tensor, float]:
-    """The matrix of a way and the gain that it does not hold."""
+def _is_exact(size: int) -> bool:
+    """Whether the gain 1/√size is a power of two: then the basis holds it."""
+    return size == power_of_2(size) and size.bit_length() % 2 == 1
+
+
+@lru_cache(maxsize=256)
+def _way(block: int, rank: int, drawn: bool, format: str, granularity: str, group: int, rounding: str) -> _Way:
     if block == 1:
-        return torch.eye(IDENTITY, dtype=x.dtype, device=x.device), 1.0
-    size = block if draw is None else draw.shape[0]
-    gain = size**-0.5
-    whole = basis(block, rows, signs, draw, x.new_empty(0)).contiguous()
-    return (whole * gain, 1.0) if size.bit_length() % 2 else (whole, gain)  # a power of four: the gain is exact
+        return _Way(1, IDENTITY, 1.0, format, granularity, group, rounding)
+    size = rank if drawn else block
+    return _Way(block, rank, 1.0 if _is_exact(size) else size**-0.5, format, granularity, group, rounding)
 
 
 IDENTITY = 16
@@ -167,73 +162,115 @@ QUANTIZE = family(
 """Shape class: as of LARGEST."""
 
 
-def _run(m: _Matrix, along: _Way | None, across: _Way | None, sums: bool) -> tuple[Tensor, ...]:
-    """(codes, scale) along, (codes, scale) across, sums of the columns (columns,) float32; empty where not asked for."""
-    some = along or across
-    assert some is not None
-    a, b = (way or some._replace(granularity="") for way in (along, across))
-    rows, side = m.samples * m.length, (across.side if across else IDENTITY)
-    per = cdiv(m.length, side)  # blocks a sample
-    a_piece, b_sample = a.k(m.columns), b.k(m.length)
-    device = m.x.device
-    out = a.room(rows, a_piece * m.pieces, device) + b.room(m.columns, b_sample * m.samples, device)
-    a_count, b_count = a.tops(rows), b.tops(m.columns)
-    count = a_count + b_count
-    tops = torch.zeros(count, dtype=torch.int32, device=device)
-    factors = torch.empty(count, dtype=torch.float32, device=device)
-    partial = torch.empty(0, m.columns, device=device)
-    sizes = m.samples, m.length, per, m.columns, m.stride, m.step, m.piece_stride
-    key: Key = (
-        "+".join(name for name, way in (("along", along), ("across", across)) if way),
-        a.side, b.side, bucket(rows), bucket(m.columns), DTYPES[m.x.dtype],
-    )  # fmt: skip
+class _Job:
+    """Operands of one size: what is allocated, and the launches by their settings."""
 
-    def constants(config: Config, blocks: int, columns: int) -> dict[str, Any]:
+    def __init__(self, m: _Matrix, along: _Way | None, across: _Way | None, sums: bool, dtype: torch.dtype) -> None:
+        some = along or across
+        assert some is not None
+        self.m, self.sums = m, sums
+        self.along, self.across = (way or some._replace(granularity="") for way in (along, across))
+        self.side = across.side if across else IDENTITY
+        self.per = cdiv(m.length, self.side)  # blocks a sample
+        self.along_piece, self.across_sample = self.along.k(m.columns), self.across.k(m.length)
+        self.along_tops, self.tops = self.along.tops(m.rows), self.along.tops(m.rows) + self.across.tops(m.columns)
+        self.room: list[tuple[tuple[int, int], torch.dtype]] = []
+        for way, rows, k in (
+            (along, m.rows, self.along_piece * m.pieces),
+            (across, m.columns, self.across_sample * m.samples),
+        ):
+            if way:
+                self.room.append(((rows, k), code_dtype(way.format)))
+                self.room.append((scale_shape(rows, k, way.granularity, way.group), torch.float32))
+        kinds = "+".join(name for name, way in (("along", along), ("across", across)) if way)
+        sides = self.along.side, self.across.side
+        self.key: Key = (kinds, *sides, bucket(m.rows), bucket(m.columns), DTYPES[dtype])
+        self.scales = Launch(
+            scales_kernel, cdiv(self.tops, 1024), (self.along_tops, self.tops),
+            ALONG_LIMIT=self.along.limit, ACROSS_LIMIT=self.across.limit, ELEMENTS=1024,
+        )  # fmt: skip
+        self._launches: dict[tuple[str, int], tuple[Launch, int, Config]] = {}
+
+    def launch(self, name: str, settings: Config) -> tuple[Launch, int]:
+        """The launch of a kernel, and how many tiles of rows it has."""
+        found = self._launches.get((name, id(settings)))
+        if found is None:  # with the settings, so that their id stays theirs
+            made = self._largest(settings) if name == "largest" else self._quantize(settings)
+            found = self._launches[name, id(settings)] = *made, settings
+        return found[:2]
+
+    def _constants(self, settings: Config, blocks: int, columns: int) -> dict[str, Any]:
+        a, b = self.along, self.across
         return {
             "ALONG_GAIN": a.gain, "ACROSS_GAIN": b.gain, "A": a.side, "AR": a.width, "R": b.width,
-            "ALONG_RANK": a.rank, "ACROSS_RANK": b.rank, "M": blocks, "N": side, "C": max(columns, a.side),
-            "WRAPS": blocks > per, "num_warps": config["num_warps"],
+            "ALONG_RANK": a.rank, "ACROSS_RANK": b.rank, "M": blocks, "N": self.side, "C": max(columns, a.side),
+            "WRAPS": blocks > self.per, "num_warps": settings["num_warps"],
             "enable_fp_fusion": False,  # every operation is rounded by itself, as the reference's are
         }  # fmt: skip
 
-    def largest(config: Config) -> None:
-        nonlocal partial
-        kept = constants(config, max(config["ROWS"] // side, 1), config["C"])
-        row_tiles = cdiv(m.samples * per, kept["M"] * config["TILES"])
-        programs = cdiv(m.columns, kept["C"]) * row_tiles * m.pieces
-        partial = torch.empty(row_tiles if sums else 0, m.columns, device=device)
-        start(
-            largest_kernel, programs, m.x, a.matrix, b.matrix, tops, tops[a_count:], partial, *sizes, row_tiles,
-            ALONG=a.scaled_by, ACROSS=b.scaled_by, SUMS=sums, TILES=config["TILES"], **kept,
-        )  # fmt: skip
+    def _sized(self, constants: dict[str, Any], tiles: int) -> tuple[int, int, tuple[int, ...]]:
+        """(programs, tiles of rows, the numbers that both kernels take) for so many tiles a program."""
+        m = self.m
+        row_tiles = cdiv(m.samples * self.per, constants["M"] * tiles)
+        numbers = m.samples, m.length, self.per, m.columns, m.stride, m.step, m.piece_stride, row_tiles
+        return cdiv(m.columns, constants["C"]) * row_tiles * m.pieces, row_tiles, numbers
 
-    def quantize(config: Config) -> None:
-        blocks, columns = max(config["ROWS"] // side, 1), config["C"]
+    def _largest(self, settings: Config) -> tuple[Launch, int]:
+        constants = self._constants(settings, max(settings["ROWS"] // self.side, 1), settings["C"])
+        programs, row_tiles, numbers = self._sized(constants, settings["TILES"])
+        constants |= {"ALONG": self.along.scaled_by, "ACROSS": self.across.scaled_by, "SUMS": self.sums}
+        return Launch(largest_kernel, programs, numbers, TILES=settings["TILES"], **constants), row_tiles
+
+    def _quantize(self, settings: Config) -> tuple[Launch, int]:
+        a, b, m = self.along, self.across, self.m
+        blocks, columns = max(settings["ROWS"] // self.side, 1), settings["C"]
         if a.granularity == "block":
             columns = a.tile
         if b.granularity == "block":
-            blocks, columns = b.tile // side, max(8192 // b.tile, 16)
-        kept = constants(config, blocks, columns)
-        row_tiles = cdiv(m.samples * per, blocks)
-        programs = cdiv(m.columns, kept["C"]) * row_tiles * m.pieces
-        start(
-            quantize_kernel, programs, m.x, a.matrix, b.matrix, factors, factors[a_count:], *out, *sizes, row_tiles,
-            a_piece * m.pieces, a_piece, b_sample * m.samples, b_sample,
-            ALONG=a.granularity, ACROSS=b.granularity, ALONG_LIMIT=a.limit, ACROSS_LIMIT=b.limit,
-            ALONG_ROUNDING=a.rounding, ACROSS_ROUNDING=b.rounding, FLAT=m.samples == 1 or b_sample == per * b.rank,
-            maxnreg=config["maxnreg"], **kept,
+            blocks, columns = b.tile // self.side, max(8192 // b.tile, 16)
+        constants = self._constants(settings, blocks, columns)
+        programs, row_tiles, numbers = self._sized(constants, 1)
+        numbers += self.along_piece * m.pieces, self.along_piece, self.across_sample * m.samples, self.across_sample
+        made = Launch(
+            quantize_kernel, programs, numbers, ALONG=a.granularity, ACROSS=b.granularity,
+            ALONG_LIMIT=a.limit, ACROSS_LIMIT=b.limit, ALONG_ROUNDING=a.rounding, ACROSS_ROUNDING=b.rounding,
+            FLAT=m.samples == 1 or self.across_sample == self.per * b.rank, maxnreg=settings["maxnreg"], **constants,
         )  # fmt: skip
+        return made, row_tiles
 
-    with on_device(m.x):
-        if sums or count:
-            launch(LARGEST, key, device, largest)
-        if count:
-            start(
-                scales_kernel, cdiv(count, 1024), tops, factors, out[1], out[3], a_count, count,
-                ALONG_LIMIT=a.limit, ACROSS_LIMIT=b.limit, ELEMENTS=1024,
-            )  # fmt: skip
-        launch(QUANTIZE, key, device, quantize)
-    return *out, partial.sum(0) if sums else partial
+    def __call__(self, x: Tensor, along_basis: Tensor, across_basis: Tensor) -> tuple[Tensor, ...]:
+        """Codes and scale of each operand that is made, then, if asked for, the sums of the columns (columns,), float32."""
+        device, tops, sums = x.device, x, x  # where a kernel gets a pointer that it will not follow: x
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.room]
+        along, across = (
+            (made[:2] if self.along.granularity else (x, x)),
+            (made[-2:] if self.across.granularity else (x, x)),
+        )
+        if self.tops:  # as bits, then the factors
+            tops = torch.zeros(2 * self.tops, dtype=torch.int32, device=device)
+        factors = tops[self.tops :].view(torch.float32) if self.tops else x
+
+        def largest(settings: Config) -> None:
+            nonlocal sums
+            run, row_tiles = self.launch("largest", settings)
+            if self.sums:
+                sums = torch.empty(row_tiles, self.m.columns, device=device)
+            run(x, along_basis, across_basis, tops, tops[self.along_tops :], sums)
+
+        def quantize(settings: Config) -> None:
+            run, _ = self.launch("quantize", settings)
+            run(x, along_basis, across_basis, factors, factors[self.along_tops :], *along, *across)
+
+        with on_device(x):
+            if self.sums or self.tops:
+                launch(LARGEST, self.key, device, largest)
+            if self.tops:
+                self.scales(tops, factors, along[1], across[1])
+            launch(QUANTIZE, self.key, device, quantize)
+        return *made, *([sums.sum(0)] if self.sums else [])
+
+
+_job = lru_cache(maxsize=4096)(_Job)
 
 
 def _serves_operand(
@@ -251,15 +288,17 @@ def transform_quantize(
     x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None,
     format: str, granularity: str, group: int, rounding: str, clip: Sequence[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    way = _way(x, block, rows, signs, draw, format, granularity, group, rounding)
+    rank = len(rows) if draw is None else draw.shape[0]
+    way = _way(block, rank, draw is not None, format, granularity, group, rounding)
     count, samples, length = x.shape
     if x.stride(0) == 1 and x.stride(2) != 1:
-        across = _Matrix(x, samples, length, count, 1, x.stride(1), x.stride(2), 0)
-        _, _, codes, scale, _ = _run(across, None, way, False)
+        seen = _Matrix(samples, length, count, 1, x.stride(1), x.stride(2), 0)
+        job = _job(seen, None, way, False, x.dtype)
     else:
         x = x if x.stride(2) == 1 else x.contiguous()
-        along = _Matrix(x, 1, count, length, samples, 0, x.stride(0), x.stride(1))
-        codes, scale, *_ = _run(along, way, None, False)
+        job = _job(_Matrix(1, count, length, samples, 0, x.stride(0), x.stride(1)), way, None, False, x.dtype)
+    matrix = _basis(x, block, rows, signs, draw)
+    codes, scale = job(x, matrix, matrix)
     return codes, scale
 
 
@@ -295,12 +334,14 @@ def grad_output_operands(
     w_format: str, w_granularity: str, w_group: int, w_rounding: str, w_clip: Sequence[float],
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    along = _way(g, i_block, i_rows, i_signs, None, i_format, i_granularity, i_group, i_rounding)
-    across = _way(g, w_block, w_rows, w_signs, w_draw, w_format, w_granularity, w_group, w_rounding)
+    along = _way(i_block, len(i_rows), False, i_format, i_granularity, i_group, i_rounding)
+    rank = len(w_rows) if w_draw is None else w_draw.shape[0]
+    across = _way(w_block, rank, w_draw is not None, w_format, w_granularity, w_group, w_rounding)
     samples, length, outputs = g.shape
-    matrix = _Matrix(g, samples, length, outputs, 1, g.stride(0), g.stride(1), 0)
-    i_codes, i_scale, w_codes, w_scale, sums = _run(matrix, along, across, bias)
-    return i_codes, i_scale, w_codes, w_scale, sums.to(g.dtype) if bias else g.new_empty(0)
+    job = _job(_Matrix(samples, length, outputs, 1, g.stride(0), g.stride(1), 0), along, across, bias, g.dtype)
+    bases = _basis(g, i_block, i_rows, i_signs, None), _basis(g, w_block, w_rows, w_signs, w_draw)
+    i_codes, i_scale, w_codes, w_scale, *sums = job(g, *bases)
+    return i_codes, i_scale, w_codes, w_scale, sums[0].to(g.dtype) if bias else g.new_empty(0)
 
 
 def _specimen(x: str, holder: str, along: str, across: str, rank: int) -> list[Specimen]:

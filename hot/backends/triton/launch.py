@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -128,29 +129,30 @@ def specimen(kernel: Any, pointers: dict[str, str], **constants: Any) -> Specime
 
 
 INTERPRETED = interpreted()
-_compiled: dict[tuple[object, ...], Any] = {}
 
 
-def start(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-    """``kernel[(programs,)](*args, **constants)``, at a tenth of what Triton's own launch costs the host once it has compiled.
+class Launch:
+    """``kernel[(programs,)](*tensors, *numbers, **constants)``, again and again, for a fraction of what Triton's own launch
+    costs the host: all that it specializes on is settled but for the device and the tensors' alignment.
 
-    args: the kernel's first arguments, in order; constants: its constexprs, which come last, and the launch options. What
-    Triton specializes on is the key: dtype and alignment of tensors, and whether a number is 1, a multiple of 16, or wide.
+    A kernel's parameters stand in this order: tensors (or descriptors of tiles), of the same dtypes at every call, then
+    numbers, then constexprs. constants: the constexprs and the launch options.
     """
-    if INTERPRETED:
-        kernel[(programs,)](*args, **constants)
-        return
-    key = id(kernel), torch.cuda.current_device(), *constants.items(), *map(_specialization, args)
-    found = _compiled.get(key)
-    if found is None:
-        _compiled[key] = kernel[(programs,)](*args, **constants)
-    else:
-        found[(programs, 1, 1)](*args, *(constants[name] for name in kernel.arg_names[len(args) :]))
 
+    def __init__(self, kernel: Any, programs: int, numbers: Sequence[int], **constants: Any) -> None:
+        self.kernel, self.grid, self.numbers, self.constants = kernel, (programs, 1, 1), tuple(numbers), constants
+        self._compiled: dict[tuple[int, ...], Any] = {}
+        self._tail: tuple[Any, ...] = ()
 
-def _specialization(arg: Any) -> object:
-    if isinstance(arg, int):
-        return (arg == 1) | (arg % 16 == 0) << 1 | (not -(2**31) <= arg < 2**31) << 2
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    return arg.base.dtype, *arg.block_shape  # a descriptor of tiles
+    def __call__(self, *tensors: Any) -> None:
+        if INTERPRETED:
+            self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
+            return
+        key = torch.cuda.current_device(), *[t.data_ptr() % 16 for t in tensors if isinstance(t, Tensor)]
+        found = self._compiled.get(key)
+        if found is None:
+            self._compiled[key] = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
+            settled = len(tensors) + len(self.numbers)
+            self._tail = *self.numbers, *(self.constants[name] for name in self.kernel.arg_names[settled:])
+        else:
+            found[self.grid](*tensors, *self._tail)

@@ -9,6 +9,8 @@ Codes of 4 bits held as e4m3 floats are multiplied exactly by the second: see `i
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import Specimen, capability, cdiv, has_fp8, multiprocessors, on_device, specimen, start
+from hot.backends.triton.launch import Launch, Specimen, capability, cdiv, has_fp8, multiprocessors, on_device, specimen
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 INT32_TERMS = 2**31 // 128**2 // 16 * 16 - 16
@@ -209,50 +211,68 @@ INTEGER = family("integer_product", _default, _candidates)
 engine and persistent, 2 by the copy engine, 3 streamed."""
 
 
+class _Integers:
+    """Products of one size of int8 codes: the launches, by their settings."""
+
+    def __init__(
+        self, m: int, n: int, k: int, steps: tuple[int, int], dtype: torch.dtype, copies: bool, many: int
+    ) -> None:
+        self.m, self.n, self.k, self.steps, self.dtype, self.many = m, n, k, steps, dtype, many
+        self.key: Key = (bucket(m), bucket(n), bucket(k), int(copies), OUT[dtype])
+        self.rescale = Launch(rescale_kernel, cdiv(m * n, 1024), (n, m * n, *steps), ELEMENTS=1024)
+        self._launches: dict[int, tuple[Launch, Config]] = {}
+
+    def launch(self, settings: Config) -> Launch:
+        found = self._launches.get(id(settings))
+        if found is None:  # with the settings, so that their id stays theirs
+            found = self._launches[id(settings)] = self._made(settings), settings
+        return found[0]
+
+    def _made(self, settings: Config) -> Launch:
+        constants = {name: value for name, value in settings.items() if name != "copied"}
+        sizes = self.m, self.n, self.k
+        tiles = cdiv(self.m, settings["BM"]) * cdiv(self.n, settings["BN"])
+        if settings["copied"] == 0:
+            even = self.k % settings["BK"] == 0
+            return Launch(integer_kernel, tiles, (*sizes, *self.steps), EVEN_K=even, **constants)
+        if settings["copied"] == 3:
+            return Launch(streamed_kernel, self.many, (*sizes, self.many), **constants)
+        persistent = settings["copied"] == 1
+        programs = min(self.many, tiles) if persistent else tiles
+        return Launch(copied_kernel, programs, (*sizes, *self.steps, programs), PERSISTENT=persistent, **constants)
+
+    def __call__(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+        out = torch.empty(self.m, self.n, dtype=self.dtype, device=a.device)
+
+        def run(settings: Config) -> None:
+            product = self.launch(settings)
+            if not settings["copied"]:
+                product(a, b, out, a_scale, b_scale)
+                return
+            left = TensorDescriptor.from_tensor(a, [settings["BM"], settings["BK"]])
+            right = TensorDescriptor.from_tensor(b, [settings["BN"], settings["BK"]])
+            if settings["copied"] < 3:
+                tiles = TensorDescriptor.from_tensor(out, [settings["BM"], settings["BN"]])
+                product(left, right, tiles, a_scale, b_scale)
+                return
+            sums = torch.zeros(self.m, self.n, dtype=torch.int32, device=a.device)
+            product(left, right, sums)
+            self.rescale(sums, out, a_scale, b_scale)
+
+        with on_device(a):
+            launch(INTEGER, self.key, a.device, run)
+        return out
+
+
+_integers = lru_cache(maxsize=4096)(_Integers)
+
+
 def _integer(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
-    out = torch.empty(m, n, dtype=dtype, device=a.device)
-    scales = a_scale, b_scale
     steps = int(a_scale.shape[0] > 1), int(b_scale.shape[0] > 1)  # a scale of the whole tensor stays where it is
-    copies = capability(a.device) >= (9, 0) and k % 16 == 0 and n * out.element_size() % 16 == 0 and dtype in HALVES
-    key: Key = (bucket(m), bucket(n), bucket(k), int(copies), OUT[dtype])
-
-    def run(config: Config) -> None:
-        kept = {name: value for name, value in config.items() if name != "copied"}
-        tiles = cdiv(m, config["BM"]) * cdiv(n, config["BN"])
-        if not config["copied"]:
-            start(integer_kernel, tiles, a, b, out, *scales, m, n, k, *steps, EVEN_K=k % config["BK"] == 0, **kept)
-            return
-        left = TensorDescriptor.from_tensor(a, [config["BM"], config["BK"]])
-        right = TensorDescriptor.from_tensor(b, [config["BN"], config["BK"]])
-        many = multiprocessors(a.device)
-        if config["copied"] == 3:
-            sums = torch.zeros(m, n, dtype=torch.int32, device=a.device)
-            start(streamed_kernel, many, left, right, sums, m, n, k, many, **kept)
-            start(rescale_kernel, cdiv(m * n, 1024), sums, out, *scales, n, m * n, *steps, ELEMENTS=1024)
-            return
-        result = TensorDescriptor.from_tensor(out, [config["BM"], config["BN"]])
-        persistent = config["copied"] == 1
-        programs = min(many, tiles) if persistent else tiles
-        start(
-            copied_kernel,
-            programs,
-            left,
-            right,
-            result,
-            *scales,
-            m,
-            n,
-            k,
-            *steps,
-            programs,
-            PERSISTENT=persistent,
-            **kept,
-        )
-
-    with on_device(a):
-        launch(INTEGER, key, a.device, run)
-    return out
+    copies = k % 16 == 0 and n % 8 == 0 and dtype in HALVES and capability(a.device) >= (9, 0)
+    copies = copies and (a.data_ptr() | b.data_ptr()) % 16 == 0
+    return _integers(m, n, k, steps, dtype, copies, multiprocessors(a.device))(a, a_scale, b, b_scale)
 
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -273,19 +293,28 @@ def _by_blocks(
 ) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
     out = torch.empty(m, n, dtype=dtype, device=a.device)
-    where = []
+    where: list[int] = []
     for scale, group in ((a_scale, a_group), (b_scale, b_group)):
         width = scale.shape[1]
         where += [width * (scale.shape[0] > 1), int(width > 1), group or k]
-    block = _k_block(a_group, b_group)
-    size = 128 if m * n >= 2**20 else 64
     with on_device(a):
-        start(
-            block_kernel, cdiv(m, size) * cdiv(n, size), a, b, out, a_scale, b_scale, m, n, k, *where,
-            BM=size, BN=size, BK=block, GROUP=8, HALF=a.dtype != torch.int8 or block < 32, BLOCKS=bool(a_group or b_group),
-            num_warps=8 if size == 128 else 4, num_stages=3,
-        )  # fmt: skip
+        _block_launch(m, n, k, *where, _k_block(a_group, b_group), a.dtype, bool(a_group or b_group), dtype)(
+            a, b, out, a_scale, b_scale
+        )
     return out
+
+
+@lru_cache(maxsize=1024)
+def _block_launch(
+    m: int, n: int, k: int, a_step: int, a_block: int, a_group: int, b_step: int, b_block: int, b_group: int,
+    block: int, codes: torch.dtype, blocks: bool, dtype: torch.dtype,
+) -> Launch:  # fmt: skip
+    size = 128 if m * n >= 2**20 else 64
+    return Launch(
+        block_kernel, cdiv(m, size) * cdiv(n, size), (m, n, k, a_step, a_block, a_group, b_step, b_block, b_group),
+        BM=size, BN=size, BK=block, GROUP=8, HALF=codes != torch.int8 or block < 32, BLOCKS=blocks,
+        num_warps=8 if size == 128 else 4, num_stages=3,
+    )  # fmt: skip
 
 
 def _k_block(*groups: int) -> int:

@@ -196,7 +196,12 @@ def quantize(
     def run(config: Config) -> None:
         r, c = (_whole if one_pass else tile)(rows, span, config["ELEMENTS"], innermost)
         grid = (cdiv(rows, r) * cdiv(k, span) * cdiv(span, c),)
-        how = {"R": r, "C": c, "num_warps": config["num_warps"], "enable_fp_fusion": False}  # rounded as the reference is
+        how = {
+            "R": r,
+            "C": c,
+            "num_warps": config["num_warps"],
+            "enable_fp_fusion": False,
+        }  # rounded as the reference is
         if one_pass:
             groups_kernel[grid](x, codes.view(torch.uint8), scale, random, *shape, **how, **given)
         else:
