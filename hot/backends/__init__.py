@@ -20,11 +20,12 @@ from hot.backends.table import (
     ops_for,
     register_backend,
     register_kernel,
+    require,
 )
 
 __all__ = [
     "AUTO", "OPS", "REFERENCE", "Backend", "Kernel", "Op", "Ops", "backends", "get_ops", "kernels", "ops_for",
-    "register_backend", "register_kernel",
+    "register_backend", "register_kernel", "require",
 ]  # fmt: skip
 
 register_backend(

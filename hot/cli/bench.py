@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -39,6 +40,10 @@ def kernels(
     repeats: Repeats = 25,
     output: Output = None,
     as_json: AsJson = False,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="First find the fastest settings of every Triton kernel and keep them (minutes)."),
+    ] = False,
 ) -> None:
     """Time every kernel: its least traffic over a copy's bandwidth, a product's speed over torch's."""
     from hot.bench.kernels import Row
@@ -46,7 +51,7 @@ def kernels(
     from hot.bench.timing import place
 
     report = _Report(place(device), Row, output)
-    with Console(stderr=True).status("timing") as status:
+    with Console(stderr=True).status("timing") as status, _tuning() if tune else nullcontext([]) as tuned:
         report.add(
             run(
                 backend or [],
@@ -62,6 +67,19 @@ def kernels(
         "of copy": "vs_copy", "TFLOP/s": "tflops", "× torch": "vs_torch",
     }  # fmt: skip
     report.show(columns, ("op",), as_json)
+    for found in tuned:
+        text = f"tuned: {found.family} {found.key}: {found.default_milliseconds:.4f} → {found.milliseconds:.4f} ms, {found.config}"
+        Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
+
+
+def _tuning() -> AbstractContextManager[list[Any]]:
+    """What tunes every Triton kernel that is launched inside it. Raises BackendError where Triton is missing."""
+    from hot.backends import require
+
+    require("triton")
+    from hot.backends.triton.tuning import tuning
+
+    return tuning()
 
 
 @bench.command("layers")

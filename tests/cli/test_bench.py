@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hot.backends import backends
 from hot.bench import grid, shapes
 from hot.bench.shapes import Layer, LayerSet
 from hot.cli import main
@@ -144,3 +145,11 @@ def test_what_is_wrong_is_one_message(arguments: list[str], message: str, capsys
     device = [] if "--device" in arguments else ["--device", "cpu"]
     shown, said = run(capsys, "bench", *arguments, *device, code=2)
     assert message in " ".join(said.split()) and "Traceback" not in said and shown == ""
+
+
+def test_tuning_needs_triton(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a machine without a GPU it says what is missing, and times nothing."""
+    if backends["triton"].availability()[0]:
+        pytest.skip("there is one")
+    out, error = run(capsys, *KERNELS, "--op", "pack4", "--tune", code=2)
+    assert "backend 'triton' is not available" in error and not out
