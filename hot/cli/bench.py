@@ -68,7 +68,8 @@ def kernels(
     }  # fmt: skip
     report.show(columns, ("op",), as_json)
     for found in tuned:
-        text = f"tuned: {found.family} {found.key}: {found.default_milliseconds:.4f} → {found.milliseconds:.4f} ms, {found.config}"
+        times = f"{found.default_milliseconds:.4f} → {found.milliseconds:.4f} ms"
+        text = f"tuned: {found.family} {found.key}: {times}, {found.config}"
         Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
 
 

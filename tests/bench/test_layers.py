@@ -60,6 +60,7 @@ def test_ratios_follow_from_times(layer: Layer) -> None:
 def test_what_runs_is_hot_whatever_the_crossover_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward of a policy goes through the executor, under a table in which dense wins everywhere."""
     seen = []
+    monkeypatch.setattr(crossover, "_is_off", False)
     backward = executor._backward
     monkeypatch.setattr(executor, "_backward", lambda *args: seen.append(crossover._is_off) or backward(*args))
     setup("hot", "exact").rows(SMALL)

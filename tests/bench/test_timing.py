@@ -108,6 +108,7 @@ def test_graphs_and_devices_that_are_not_there() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_eager_calls_and_graphs_on_cuda() -> None:
     """Both run every set, a graph each as often. No time is asserted."""
     device = place("cuda")
