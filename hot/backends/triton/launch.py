@@ -141,8 +141,8 @@ class Launch:
 
     def __init__(self, kernel: Any, programs: int, numbers: Sequence[int], **constants: Any) -> None:
         self.kernel, self.grid, self.numbers, self.constants = kernel, (programs, 1, 1), tuple(numbers), constants
+        self._tail = *self.numbers, *(constants[name] for name in kernel.arg_names if name in constants)
         self._compiled: dict[tuple[int, ...], Any] = {}
-        self._tail: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Any) -> None:
         if INTERPRETED:
@@ -152,7 +152,5 @@ class Launch:
         found = self._compiled.get(key)
         if found is None:
             self._compiled[key] = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
-            settled = len(tensors) + len(self.numbers)
-            self._tail = *self.numbers, *(self.constants[name] for name in self.kernel.arg_names[settled:])
         else:
             found[self.grid](*tensors, *self._tail)
