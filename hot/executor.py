@@ -198,13 +198,18 @@ def _fused_specs(plan: LayerPlan, ops: Ops) -> tuple[dict[str, Any], dict[str, A
 def holders(path: GradInputPlan, ops: Ops) -> tuple[str | None, str | None]:
     """The formats that hold grad_input's codes as float8 where the backend multiplies them so, exactly; else None for both.
 
-    Nothing of this path is saved, so the holder is the backend's own business. Scales a block go with integers.
+    Nothing of this path is saved, so the holder is the backend's own business. Scales a block go with integers, but for blocks
+    and tiles of 128, which float8 products know.
     """
-    specs = [quantizer.spec for quantizer in path.quantizers]
-    if not ops.float8 or any(spec is None or spec["granularity"] not in ("row", "tensor") for spec in specs):
+    a, b = (quantizer.spec for quantizer in path.quantizers)
+    if not ops.float8 or a is None or b is None:
         return None, None
-    a, b = (in_float8(spec["format"]) for spec in specs if spec is not None)
-    return (a, b) if a and b else (None, None)
+    scales = (a["granularity"], a["group"]), (b["granularity"], b["group"])
+    factors_out = all(granularity in ("row", "tensor") for granularity, _ in scales)
+    if not factors_out and scales != (("block", 128), ("tile", 128)):
+        return None, None
+    formats = in_float8(a["format"]), in_float8(b["format"])
+    return formats if all(formats) else (None, None)
 
 
 def _grad_output_operands(

@@ -276,9 +276,10 @@ def test_what_is_written_is_read_and_the_newer_replaces(old: list[Point], new: l
 
 def test_a_table_is_found_by_the_devices_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The user's first, then the packaged one, and neither folder need be there."""
-    assert slug("NVIDIA H200") == "nvidia-h200" and read(HERE) == () and tables() == {}
+    assert slug("NVIDIA H200") == "nvidia-h200" and read("NVIDIA H200")
     configs = tmp_path / "configs"
     monkeypatch.setattr(crossover, "preset_folder", lambda: configs / "policies")
+    assert read(HERE) == () and tables() == {}
     packaged = write([point(1.5, 4, 4, 4)], HERE, configs / "crossover" / f"{slug(HERE)}.csv")
     other = write([point(1.5, 4, 4, 4)], "Other", configs / "crossover" / "other.csv")
     assert tables() == {slug(HERE): packaged, "other": other} and read(HERE)[0].ratio == 1.5

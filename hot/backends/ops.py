@@ -53,8 +53,12 @@ def in_float8(format: str) -> str | None:
 
 
 def scale_shape(rows: int, k: int, granularity: str, group: int) -> tuple[int, int]:
-    """The shape of a scale for an operand (rows, k): (1, 1), (rows, 1), (1, k) or (rows, ⌈k / group⌉)."""
-    return {"tensor": (1, 1), "row": (rows, 1), "token": (1, k), "block": (rows, -(-k // max(group, 1)))}[granularity]
+    """The shape of a scale for an operand (rows, k): (1, 1), (rows, 1), (1, k), (rows, ⌈k / group⌉), or for tiles
+    (⌈rows / group⌉, ⌈k / group⌉)."""
+    across, down = -(-k // max(group, 1)), -(-rows // max(group, 1))
+    return {"tensor": (1, 1), "row": (rows, 1), "token": (1, k), "block": (rows, across), "tile": (down, across)}[
+        granularity
+    ]
 
 
 @declare_op
@@ -118,9 +122,10 @@ def quantize(
 
     format: ``int2`` … ``int8`` (symmetric, ±(2^(b−1) − 1), int8), ``log2`` … ``log4`` (0 and ±2^k for k < 2^(b−1) − 1,
     int8), ``e4m3``, ``e5m2`` (float8); ``int2.e4m3`` … ``int5.e4m3`` and ``log2.e4m3`` … are the same integers, held as
-    float8 for tensor cores that have no 4-bit product. granularity: one scale per ``tensor``, ``row``, ``token`` (column) or
-    ``block`` (row and `group` columns). The largest magnitude of a group maps to the largest code; with clip = (c₁, c₂) the
-    range is c₁·√E[x²] − c₂·E|x| of the group instead, where that lies inside (0, max |x|).
+    float8 for tensor cores that have no 4-bit product. granularity: one scale per ``tensor``, ``row``, ``token`` (column),
+    ``block`` (row and `group` columns) or ``tile`` (`group` rows and columns). The largest magnitude of a group maps to the
+    largest code; with clip = (c₁, c₂) the range is c₁·√E[x²] − c₂·E|x| of the group instead, where that lies inside
+    (0, max |x|).
     v = x · (1 / scale), both divisions IEEE float32 (float64 for float64), so that codes are equal bit for bit.
     rounding: ``nearest`` (ties to even; the log formats away from zero); else ⌊v + u⌋ with the noise u ∈ (0, 1) of
     `rounding_noise`, for integers with v on a grid of 2⁻¹⁵, so that fixed-point arithmetic gives the same codes.
@@ -134,7 +139,9 @@ def quantize(
 
 @declare_op
 def dequantize(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """Codes (rows, K) times their scale, in dtype (float64, or computed in float32 and cast). group: K-block of the scale.
+    """Codes (rows, K) times their scale, in dtype (float64, or computed in float32 and cast).
+
+    group: K-block of a block scale, side of a tile, else 0.
 
     Equals: (codes.float() * scale.repeat_interleave(group, 1)).to(dtype)
     """
@@ -167,7 +174,7 @@ def matmul(
 
     Codes of one dtype with scales per tensor or row are multiplied, then scaled: integers exactly, whatever holds them, float8
     numbers as tensor cores add them. Every other pair as dequantized floats. float32 accumulation (float64 where dtype is).
-    a_group, b_group: K-block of a block scale, else 0.
+    a_group, b_group: K-block of a block scale, side of a tile, else 0.
 
     Equals: (dequantize(a, a_scale) @ dequantize(b, b_scale).T).to(dtype)
     """

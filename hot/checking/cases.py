@@ -121,6 +121,8 @@ QUANTIZERS = (
     ((4, 41), quantizer("e5m2", rounding="stochastic")),
     ((3, 41), quantizer("int2", "token")),
     ((5, 137), quantizer("int4.e4m3", rounding="hashed")),
+    ((41, 137), quantizer("int4", "tile", 16)),
+    ((32, 64), quantizer("int8", "tile", 32, "hashed")),
     ((3, 64), quantizer("log4.e4m3", "tensor")),
     ((3, 41), quantizer("log3", "block", 16)),
     ((4, 341), quantizer("int3", "block", 100, "hashed", (6.94, 6.31))),
@@ -154,8 +156,10 @@ def _transform_quantize(s: Source) -> Iterator[tuple[str, Args]]:
     shapes = ((5, 1, 64), (3, 2, 41), (4, 3, 137), (2, 2, 197), (41, 1, 341), (7, 3, 16))
     plans = [(shape, transform) for shape, (_, transform) in zip(shapes, transforms(s), strict=False)]
     plans.append(((6, 2, 41), s.transform(1)))
-    for (shape, transform), (_, how) in zip(cycle(plans), QUANTIZERS[:16], strict=False):
+    for (shape, transform), (_, how) in zip(cycle(plans), QUANTIZERS[:18], strict=False):
         yield "normal", {"x": s.values(shape), **transform, **how}
+    for shape, group in (((48, 1, 96), 32), ((137, 1, 341), 16), ((130, 1, 272), 128)):  # a weight, by tiles
+        yield "normal", {"x": s.values(shape), **s.transform(16), **quantizer("int4", "tile", group)}
     for shape in ((1, 1, 1), (0, 1, 64), (3, 0, 41), (3, 2, 0)):
         yield "normal", {"x": s.values(shape), **s.transform(16, 8), **quantizer("int8", rounding="hashed")}
     for number, edge in enumerate(EDGES):
@@ -232,6 +236,8 @@ def _matmul(s: Source) -> Iterator[tuple[str, Args]]:
         ((41, 7, 341), "log4", "int4", row, row),
         ((20, 24, 137), "int8", "int8", ("block", 32), row),
         ((4, 9, 137), "int4", "int4", ("block", 16), ("block", 64)),
+        ((20, 41, 137), "int4", "int8", ("block", 16), ("tile", 16)),
+        ((140, 256, 384), "int4.e4m3", "int4.e4m3", ("block", 128), ("tile", 128)),
         ((5, 6, 41), "int8", "int8", token, row),
         ((17, 16, 64), "e4m3", "e4m3", row, row),
         ((3, 4, 197), "e5m2", "e4m3", row, ("block", 128)),

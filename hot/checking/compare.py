@@ -111,8 +111,7 @@ def quantize(args: dict[str, Any], got: Sequence[Tensor]) -> Verdicts:
     if scale.shape != want.shape:
         return
     if args["rounding"] != "stochastic":
-        group = args["group"] if args["granularity"] == "block" else 0
-        known = oracles.spread(scale.cpu().isfinite(), x.shape[1], group)
+        known = oracles.spread(scale.cpu().isfinite(), x.shape, args["group"])
         expected = oracles.codes_of(x, scale.cpu(), **quantizer)
         yield _codes_equal(codes, expected.where(known, 0.0), known, args["format"])
     else:
@@ -155,9 +154,7 @@ def transform_quantize(args: dict[str, Any], got: Sequence[Tensor]) -> Verdicts:
 def _legal_codes(codes: Tensor, scale: Tensor, y: Tensor, slack: Tensor, args: dict[str, Any]) -> Verdicts:
     """Every code is a rounding of y ± slack by its scale, and noise is unbiased over all of them."""
     format, rounding = args["format"], args["rounding"]
-    own = oracles.spread(exact(scale), y.shape[1], args["group"] if args["granularity"] == "block" else 0).expand(
-        y.shape
-    )
+    own = oracles.spread(exact(scale), y.shape, args["group"]).expand(y.shape)
     known = own.isfinite()
     v = torch.where(known, y / own, 0.0)
     wide = torch.where(known, slack / own, 0.0) + 4 * torch.finfo(compute_dtype(args["x"])).eps * v.abs()

@@ -138,8 +138,9 @@ def noise(x: Tensor, rounding: str) -> Tensor:
 def per_group(x: Tensor, granularity: str, group: int, clip: Sequence[float]) -> Tensor:
     """For every scale group of x (rows, K) the magnitude that maps to the largest code, in the shape of the scale."""
     x, (rows, k) = exact(x), x.shape
-    each = [slice(r, r + 1) for r in range(rows)] if granularity in ("row", "block") else [slice(None)]
-    width = {"token": 1, "block": group}.get(granularity)
+    height = {"row": 1, "block": 1, "tile": group}.get(granularity)
+    each = [slice(r, r + height) for r in range(0, rows, height)] if height else [slice(None)]
+    width = {"token": 1, "block": group, "tile": group}.get(granularity)
     runs = [slice(c, c + width) for c in range(0, k, width)] if width else [slice(None)]
     tops = [_top(x[r, c].abs(), clip) for r in each for c in runs]
     return torch.tensor(tops, dtype=torch.float64).view(len(each), len(runs))
@@ -161,14 +162,18 @@ def scale_of(top: Tensor, format: str) -> Tensor:
     return torch.where(scale.float().isfinite(), scale, torch.nan)
 
 
-def spread(scale: Tensor, k: int, group: int) -> Tensor:
-    """A scale with a column for each of K columns where it is a block scale (group > 0), else as it is."""
-    return scale[:, torch.arange(k) // group] if group else scale
+def spread(scale: Tensor, shape: torch.Size, group: int) -> Tensor:
+    """A scale with an entry for every element of the shape where it is one of blocks or tiles (group > 0), else as it is."""
+    if not group:
+        return scale
+    rows, k = shape
+    down = torch.arange(rows) // group if scale.shape[0] < rows else torch.arange(rows)
+    return scale[down][:, torch.arange(k) // group]
 
 
 def codes_of(x: Tensor, scale: Tensor, format: str, granularity: str, group: int, rounding: str) -> Tensor:
     """The codes of x, float64, given its scale: v = x · (1 / scale) in x's own float32 or float64, then rounded."""
-    inverse = spread((1 / scale.float()).to(x.dtype), x.shape[1], group if granularity == "block" else 0)
+    inverse = spread((1 / scale.float()).to(x.dtype), x.shape, group)
     limit = levels(format)[-1].item()
     v = (x * inverse).clamp(-limit, limit)
     v = torch.where(v.isnan(), 0.0, v)
@@ -177,7 +182,7 @@ def codes_of(x: Tensor, scale: Tensor, format: str, granularity: str, group: int
 
 def dequantize(codes: Tensor, scale: Tensor, group: int) -> Tensor:
     """Codes times scale, in float64."""
-    return exact(codes) * spread(exact(scale), codes.shape[1], group)
+    return exact(codes) * spread(exact(scale), codes.shape, group)
 
 
 def pack4(codes: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hot.policies.params import Params, registering
 from hot.registry import Registry
 
-Granularity = Literal["tensor", "row", "block", "token"]
+Granularity = Literal["tensor", "row", "block", "token", "tile"]
 Rounding = Literal["nearest", "hashed", "pseudo_stochastic", "stochastic"]
 
 
@@ -86,10 +86,10 @@ class NoQuantizer(Quantizer):
 class _Scaled(Quantizer):
     """What the built-in kinds share.
 
-    granularity: ``tensor``, ``row`` (factors out of the product, costs nothing), ``block`` (a row and `block` columns,
-    applied inside the product's loop) or ``token``. rounding: ``nearest``, ``hashed`` (unbiased, no state),
-    ``pseudo_stochastic`` (noise from the value's own 11 low mantissa bits, which a bfloat16 value that nothing transformed has
-    as zeros: it is then rounded down) or ``stochastic`` (torch.manual_seed).
+    granularity: ``tensor``, ``row`` (factors out of the product, costs nothing), ``block`` (a row and `block` columns, applied
+    inside the product's loop), ``tile`` (`block` rows and columns, likewise: made for weights) or ``token``. rounding:
+    ``nearest``, ``hashed`` (unbiased, no state), ``pseudo_stochastic`` (noise from the value's own 11 low mantissa bits, which
+    a bfloat16 value that nothing transformed has as zeros: it is then rounded down) or ``stochastic`` (torch.manual_seed).
     """
 
     granularity: Granularity = "tensor"
@@ -102,11 +102,11 @@ class _Scaled(Quantizer):
 
     def __str__(self) -> str:
         name = getattr(self, "format", f"{self.kind}{self.code_bits}")
-        size = f" {self.block}" if self.granularity == "block" else ""
+        size = f" {self.block}" if self.granularity in ("block", "tile") else ""
         return f"{name} {self.granularity}{size} {self.rounding}"
 
     def _spec(self, format: str, clip: tuple[float, ...] = ()) -> dict[str, Any]:
-        group = self.block if self.granularity == "block" else 0
+        group = self.block if self.granularity in ("block", "tile") else 0
         return {
             "format": format, "granularity": self.granularity, "group": group, "rounding": self.rounding, "clip": clip,
         }  # fmt: skip

@@ -41,6 +41,7 @@ def test_they_change_no_bit(x_shape: tuple[int, ...]) -> None:
 
 
 BLOCK = integer(4, granularity="block", block=16)
+BLOCK128, TILE128 = (integer(4, granularity=kind, block=128) for kind in ("block", "tile"))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,11 @@ BLOCK = integer(4, granularity="block", block=16)
         (I8, I4, (None, None)),
         (I4, integer(6), (None, None)),
         (BLOCK, BLOCK, (None, None)),
+        (BLOCK128, TILE128, ("int4.e4m3", "int4.e4m3")),
+        (BLOCK128, BLOCK128, (None, None)),
+        (TILE128, BLOCK128, (None, None)),
+        (BLOCK128, I4, (None, None)),
+        (integer(4, granularity="token"), I4, (None, None)),
         (FLOAT, I4, (None, None)),
     ],
 )

@@ -54,16 +54,24 @@ def _group_reduce(x: Tensor, granularity: str, group: int, kind: str) -> Tensor:
     if x.shape[1] == 0 or x.shape[0] == 0:
         return x.new_zeros(scale_shape(x.shape[0], x.shape[1], granularity, group))
     dims = {"tensor": (0, 1), "row": (1,), "token": (0,)}
-    if granularity == "block":
-        padded = F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+    if granularity in ("block", "tile"):
+        sides = group if granularity == "tile" else 1, group
+        padded = F.pad(x, (0, -x.shape[1] % sides[1], 0, -x.shape[0] % sides[0]))
+        padded = padded.unflatten(1, (-1, sides[1])).unflatten(0, (-1, sides[0]))
         if kind == "max":
-            return _largest_magnitude(padded, (2,), keepdim=False)
-        count = torch.full((padded.shape[1],), group, device=x.device, dtype=x.dtype)
-        count[-1] -= padded.shape[1] * group - x.shape[1]
-        return padded.sum(2) / count
+            return _largest_magnitude(padded, (1, 3), keepdim=False)
+        down, across = (_counts(size, side, x) for size, side in zip(x.shape, sides, strict=True))
+        return padded.sum((1, 3)) / (down[:, None] * across)
     if kind == "max":
         return _largest_magnitude(x, dims[granularity], keepdim=True)
     return x.mean(dims[granularity], keepdim=True)
+
+
+def _counts(size: int, side: int, like: Tensor) -> Tensor:
+    """How many elements each run of `side` has on an axis of that size; the last may be short."""
+    count = like.new_full((-(-size // side),), side)
+    count[-1] -= len(count) * side - size
+    return count
 
 
 def _largest_magnitude(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
@@ -71,9 +79,13 @@ def _largest_magnitude(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tenso
     return torch.maximum(x.amax(dims, keepdim), x.amin(dims, keepdim).neg())
 
 
-def _spread(scale: Tensor, k: int, group: int) -> Tensor:
-    """A block scale with one column for each of the k columns it covers; the other scales broadcast as they are."""
-    return scale.repeat_interleave(group, 1)[:, :k] if group else scale
+def _spread(scale: Tensor, shape: tuple[int, int], group: int) -> Tensor:
+    """A scale of blocks or tiles with an entry for every element of the shape; the others broadcast as they are."""
+    if not group:
+        return scale
+    rows, k = shape
+    wide = scale.repeat_interleave(group, 1)[:, :k]
+    return wide if wide.shape[0] == rows else wide.repeat_interleave(group, 0)[:rows]
 
 
 def _range(x: Tensor, granularity: str, group: int, clip: Sequence[float]) -> Tensor:
@@ -81,7 +93,7 @@ def _range(x: Tensor, granularity: str, group: int, clip: Sequence[float]) -> Te
     top = _group_reduce(x, granularity, group, "max")
     if not clip:
         return top
-    share = x / _spread(top, x.shape[1], group if granularity == "block" else 0)  # no square over- or underflows
+    share = x / _spread(top, (x.shape[0], x.shape[1]), group)  # no square over- or underflows
     mean, square = (_group_reduce(m, granularity, group, "mean") for m in (share.abs(), share.square()))
     clipped = top * (clip[0] * square.sqrt() - clip[1] * mean)
     return torch.where((clipped > 0) & (clipped < top), clipped, top)
@@ -98,7 +110,7 @@ def quantize(
     scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # 1 / scale is finite, and zeros give zeros
     scale = scale.to(torch.float32)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
-    inverse = _spread(scale.reciprocal(), x.shape[1], group if granularity == "block" else 0).to(x.dtype)
+    inverse = _spread(scale.reciprocal(), (x.shape[0], x.shape[1]), group).to(x.dtype)
     codes = torch.empty(x.shape, dtype=code_dtype(format), device=x.device)
     for rows, columns in _tiles(x):
         tile = x[rows, columns]
@@ -179,7 +191,7 @@ def _round_float8(v: Tensor, u: Tensor | None, dtype: torch.dtype) -> Tensor:
 @register_kernel("dequantize", backend=REFERENCE)
 def dequantize(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    return (codes.to(compute) * _spread(scale, codes.shape[1], group)).to(dtype)
+    return (codes.to(compute) * _spread(scale, (codes.shape[0], codes.shape[1]), group)).to(dtype)
 
 
 @register_kernel("pack4", backend=REFERENCE)

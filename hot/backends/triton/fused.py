@@ -69,7 +69,7 @@ class _Way(NamedTuple):
     @property
     def scaled_by(self) -> str:
         """The granularity, where the largest magnitude must be known before the first code."""
-        return "" if self.granularity == "block" else self.granularity
+        return "" if self.granularity in ("block", "tile") else self.granularity
 
     def k(self, length: int) -> int:
         """The part of K that `length` elements make."""
@@ -122,22 +122,19 @@ def _serves(
     """Whether the kernels can make this operand, whose K is `samples` times what `length` elements make."""
     if block not in (1, 16, 32, 64, 128) or prefix or clip or not format.startswith("int"):
         return False
-    if tail == "keep" and block > 1 and length % block:
+    if rounding not in ("nearest", "hashed", "pseudo_stochastic") or (tail == "keep" and block > 1 and length % block):
         return False
-    rank = IDENTITY if block == 1 else rank
+    rank, side = (IDENTITY, IDENTITY) if block == 1 else (rank, block)
     k = length if block == 1 else cdiv(length, block) * rank
     if rounding == "hashed" and (rank % 2 or (samples > 1 and k % 2)):
         return False  # two neighbours along K share a hash, and a tile must hold both
-    if granularity == "block":
-        side = IDENTITY if block == 1 else block
-        tile = group // rank * side
-        return (
-            rank == power_of_2(rank) >= 8
-            and group % rank == 0
-            and 16 <= tile <= 256
-            and (tile == power_of_2(tile) and (samples == 1 or k % group == 0))
-        )
-    return granularity in ("row", "tensor") and rounding in ("nearest", "hashed", "pseudo_stochastic")
+    if granularity in ("row", "tensor"):
+        return True
+    tile = group // rank * side  # what makes one group, of which a program takes one
+    fits = rank == power_of_2(rank) >= 8 and group % rank == 0 and 16 <= tile == power_of_2(tile) <= 256
+    if granularity == "tile":
+        return fits and samples == 1 and group == power_of_2(group) <= 128
+    return granularity == "block" and fits and (samples == 1 or k % group == 0)
 
 
 LARGEST = family(
@@ -228,7 +225,13 @@ class _Job:
             columns = a.tile
         if b.granularity == "block":
             blocks, columns = b.tile // self.side, max(8192 // b.tile, 16)
+        if b.granularity == "tile":
+            blocks, columns = b.tile // self.side, b.group
         constants = self._constants(settings, blocks, columns)
+        if (
+            "block" in (a.granularity, b.granularity) or b.granularity == "tile"
+        ):  # the group makes the tile: warps to fit
+            constants["num_warps"] = min(max(constants["M"] * self.side * constants["C"] // 2048, 2), 8)
         programs, row_tiles, numbers = self._sized(constants, 1)
         numbers += self.along_piece * m.pieces, self.along_piece, self.across_sample * m.samples, self.across_sample
         made = Launch(
@@ -280,7 +283,14 @@ def _serves_operand(
     rank = len(rows) if draw is None else draw.shape[0]
     _, samples, length = x.shape
     quantizer = format, granularity, group, rounding, clip
+    if granularity == "tile" and not _is_across(x):
+        return False
     return x.dtype in DTYPES and x.numel() > 0 and _serves(block, rank, prefix, tail, *quantizer, length, samples)
+
+
+def _is_across(x: Tensor) -> bool:
+    """Whether the rows of x (rows, samples, length) are its dense axis."""
+    return x.stride(0) == 1 and x.stride(2) != 1
 
 
 @register_kernel("transform_quantize", backend="triton", supports=_serves_operand)
@@ -291,7 +301,7 @@ def transform_quantize(
     rank = len(rows) if draw is None else draw.shape[0]
     way = _way(block, rank, draw is not None, format, granularity, group, rounding)
     count, samples, length = x.shape
-    if x.stride(0) == 1 and x.stride(2) != 1:
+    if _is_across(x):
         seen = _Matrix(samples, length, count, 1, x.stride(1), x.stride(2), 0)
         job = _job(seen, None, way, False, x.dtype)
     else:
@@ -319,7 +329,8 @@ def _serves_gradient(
         g.dtype in DTYPES
         and g.numel() > 0
         and (g.stride(2) == 1 or outputs == 1)
-        and w_granularity != "block"  # a tile is made for one size of groups
+        and w_granularity not in ("block", "tile")  # a program's tile is made for groups of one operand
+        and i_granularity != "tile"
         and _serves(i_block, len(i_rows), 0, "pad", *of_input, outputs, 1)
         and _serves(w_block, rank, w_prefix, w_tail, *of_weight, length, samples)
     )
@@ -352,7 +363,7 @@ def _specimen(x: str, holder: str, along: str, across: str, rank: int) -> list[S
     shared |= dict(ALONG_RANK=16, ACROSS_RANK=rank)
     codes = {"along_codes": f"*{holder}", "across_codes": "*i8", "along_scale": "*fp32", "across_scale": "*fp32"}
     kinds = dict(ALONG_LIMIT=7, ACROSS_LIMIT=127, ALONG_ROUNDING="hashed", ACROSS_ROUNDING="nearest")
-    ranges = {"ALONG": along if along != "block" else "", "ACROSS": across if across != "block" else ""}
+    ranges = {"ALONG": along if along != "block" else "", "ACROSS": across if across not in ("block", "tile") else ""}
     return [
         specimen(
             quantize_kernel,
@@ -371,6 +382,7 @@ SPECIMENS = [
     *_specimen("bf16", "i8", "row", "row", 8),
     *_specimen("fp16", "i8", "", "tensor", 16),
     *_specimen("fp32", "i8", "block", "", 8),
+    *_specimen("bf16", "i8", "", "tile", 16),
     specimen(
         scales_kernel,
         {"tops": "*i32", "factors": "*fp32", "along_scale": "*fp32", "across_scale": "*fp32"},

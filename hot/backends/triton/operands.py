@@ -249,7 +249,13 @@ def _write_across(
     inside = row < columns
     row = row.to(tl.int64)
     y = _across(x, basis, GAIN)
-    if GRANULARITY == "block":
+    if GRANULARITY == "tile":
+        top = tl.max(_largest(y), 0)  # of whole tiles, columns beyond the last being zeros
+        scale, factor = scale_of(top + tl.zeros((C,), tl.int32), LIMIT)
+        tl.store(
+            scales + column // C * tl.cdiv(k, M * R) + first // M + tl.arange(0, C), scale, mask=tl.arange(0, C) < 1
+        )
+    elif GRANULARITY == "block":
         scale, factor = scale_of(_largest(y), LIMIT)
         tl.store(scales + row * tl.cdiv(k, M * R) + first // M, scale, mask=inside)
     elif GRANULARITY == "row":
@@ -286,7 +292,8 @@ def quantize_kernel(
 ):  # fmt: skip
     """Codes of one tile, M blocks of N rows × C columns.
 
-    ALONG, ACROSS: granularity of that operand, empty for none; ``block`` has one group a tile, whose scale is made here.
+    ALONG, ACROSS: granularity of that operand, empty for none; ``block`` has one group a row of a tile and
+    ``tile`` one a tile, whose scales are made here.
     """
     column, tile, piece = _program(columns, row_tiles, C)
     first = tile * M

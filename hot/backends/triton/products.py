@@ -2,6 +2,7 @@
 
     int8 × int8        scales a row or tensor   int8 products, exact int32 sums, scales in the epilogue
     e4m3 × e4m3        scales a row or tensor   torch._scaled_mm with exact accumulation, where the chip has float8 tensor cores
+    e4m3 × e4m3        blocks × tiles of 128    likewise, on Hopper
     everything else    scales a block too       products of one K-block at a time, scaled and summed in float32
 
 Codes of 4 bits held as e4m3 floats are multiplied exactly by the second: see `in_float8`.
@@ -140,13 +141,13 @@ def rescale_kernel(total, out, a_scale, b_scale, n, count, a_step, b_step, ELEME
 
 @triton.jit
 def block_kernel(
-    a, b, out, a_scale, b_scale, m, n, k, a_step, a_block, a_group, b_step, b_block, b_group,
+    a, b, out, a_scale, b_scale, m, n, k, a_rows, a_step, a_block, a_group, b_rows, b_step, b_block, b_group,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """out = Σ over K-blocks of (a bᵀ) · a_scale · b_scaleᵀ. BK divides both groups.
 
-    A scale is at row · _step + ⌊k / _group⌋ · _block. HALF: in float16, which holds every code of 8 bits; else in int8.
-    BLOCKS: some scale changes along K; else sums of whole numbers stay exact, and scales come last.
+    A scale is at ⌊row / _rows⌋ · _step + ⌊k / _group⌋ · _block. HALF: in float16, which holds every code of 8 bits; else in
+    int8. BLOCKS: some scale changes along K; else sums of whole numbers stay exact, and scales come last.
     """
     m_tiles = tl.cdiv(m, BM)
     n_tiles = tl.cdiv(n, BN)
@@ -156,8 +157,8 @@ def block_kernel(
     i = tl.arange(0, BK)
     a += rows.to(tl.int64)[:, None] * k + i[None, :]
     b += columns.to(tl.int64)[None, :] * k + i[:, None]
-    a_scale += rows.to(tl.int64) * a_step
-    b_scale += columns.to(tl.int64) * b_step
+    a_scale += (rows // a_rows).to(tl.int64) * a_step
+    b_scale += (columns // b_rows).to(tl.int64) * b_step
     total = tl.zeros((BM, BN), tl.float32)
     for at in range(0, k, BK):
         inside = i < k - at
@@ -288,15 +289,37 @@ def _float8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch
     return sums.mul_(a_scale).mul_(b_scale.T).to(dtype)
 
 
+def _fits_float8_blocks(
+    a: Tensor, a_scale: Tensor, a_group: int, b: Tensor, b_scale: Tensor, b_group: int, dtype: torch.dtype
+) -> bool:
+    """Whether the library's product of blocks of 128 by tiles of 128 takes these operands: e4m3 on Hopper, whole tiles."""
+    (m, k), n = a.shape, b.shape[0]
+    return (
+        a.dtype == b.dtype == torch.float8_e4m3fn
+        and a_group == b_group == 128
+        and a_scale.shape[0] == m
+        and b_scale.shape[0] * 128 == n
+        and k % 128 == 0
+        and dtype == torch.bfloat16
+        and capability(a.device)[0] == 9
+    )
+
+
+def _float8_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """A scale a row and 128 codes of a, a tile of b; the library wants those of a with the rows innermost."""
+    scales = a_scale.T.contiguous().T, b_scale.T
+    return torch._scaled_mm(a, b.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=False)
+
+
 def _by_blocks(
     a: Tensor, a_scale: Tensor, a_group: int, b: Tensor, b_scale: Tensor, b_group: int, dtype: torch.dtype
 ) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
     out = torch.empty(m, n, dtype=dtype, device=a.device)
     where: list[int] = []
-    for scale, group in ((a_scale, a_group), (b_scale, b_group)):
-        width = scale.shape[1]
-        where += [width * (scale.shape[0] > 1), int(width > 1), group or k]
+    for codes, scale, group in ((a, a_scale, a_group), (b, b_scale, b_group)):
+        width, is_tile = scale.shape[1], group > 0 and scale.shape[0] < codes.shape[0]
+        where += [group if is_tile else 1, width * (scale.shape[0] > 1), int(width > 1), group or k]
     with on_device(a):
         _block_launch(m, n, k, *where, _k_block(a_group, b_group), a.dtype, bool(a_group or b_group), dtype)(
             a, b, out, a_scale, b_scale
@@ -306,12 +329,13 @@ def _by_blocks(
 
 @lru_cache(maxsize=1024)
 def _block_launch(
-    m: int, n: int, k: int, a_step: int, a_block: int, a_group: int, b_step: int, b_block: int, b_group: int,
-    block: int, codes: torch.dtype, blocks: bool, dtype: torch.dtype,
+    m: int, n: int, k: int, a_rows: int, a_step: int, a_block: int, a_group: int,
+    b_rows: int, b_step: int, b_block: int, b_group: int, block: int, codes: torch.dtype, blocks: bool, dtype: torch.dtype,
 ) -> Launch:  # fmt: skip
     size = 128 if m * n >= 2**20 else 64
     return Launch(
-        block_kernel, cdiv(m, size) * cdiv(n, size), (m, n, k, a_step, a_block, a_group, b_step, b_block, b_group),
+        block_kernel, cdiv(m, size) * cdiv(n, size),
+        (m, n, k, a_rows, a_step, a_block, a_group, b_rows, b_step, b_block, b_group),
         BM=size, BN=size, BK=block, GROUP=8, HALF=codes != torch.int8 or block < 32, BLOCKS=blocks,
         num_warps=8 if size == 128 else 4, num_stages=3,
     )  # fmt: skip
@@ -353,6 +377,8 @@ def matmul(
             return _integer(a, a_scale, b, b_scale, dtype)
         if a.dtype == b.dtype == torch.float8_e4m3fn and has_fp8(a.device) and a.shape[1] % 16 == b.shape[0] % 16 == 0:
             return _float8(a, a_scale, b, b_scale, dtype)
+    if _fits_float8_blocks(a, a_scale, a_group, b, b_scale, b_group, dtype):
+        return _float8_blocks(a, a_scale, b, b_scale)
     return _by_blocks(a, a_scale, a_group, b, b_scale, b_group, dtype)
 
 

@@ -170,7 +170,7 @@ def _whole(rows: int, span: int, elements: int, innermost: bool) -> tuple[int, i
 def _supports(x: Tensor, format: str, granularity: str, group: int, rounding: str, clip: Sequence[float]) -> bool:
     """No clip; a pair of neighbours with one hash must lie in one K-block."""
     split_pairs = rounding == "hashed" and granularity == "block" and group % 2 == 1
-    return x.dtype in FLOATS and not clip and not split_pairs
+    return x.dtype in FLOATS and not clip and not split_pairs and granularity != "tile"
 
 
 @register_kernel("quantize", backend="triton", supports=_supports)
@@ -215,7 +215,16 @@ def quantize(
     return codes, scale
 
 
-@register_kernel("dequantize", backend="triton", supports=lambda codes, scale, group, dtype: dtype in FLOATS)
+def _is_tile(codes: Tensor, scale: Tensor, group: int) -> bool:
+    """Whether a scale covers several rows of a K-block: the reference's business."""
+    return group > 0 and scale.shape[0] < codes.shape[0]
+
+
+def _serves(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> bool:
+    return dtype in FLOATS and not _is_tile(codes, scale, group)
+
+
+@register_kernel("dequantize", backend="triton", supports=_serves)
 def dequantize(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     rows, k = codes.shape
     out = torch.empty((rows, k), dtype=dtype, device=codes.device)

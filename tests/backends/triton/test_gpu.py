@@ -202,3 +202,20 @@ def test_the_largest_code_is_never_passed(samples: int, length: int, outputs: in
     )
     assert i.float().abs().max() == 7 and w.int().abs().max() == 127
     torch.testing.assert_close(bias.float(), g.float().sum((0, 1)), rtol=0.01, atol=1.0)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(512, 256, 384), (100, 128, 1024), (64, 96, 256)])
+def test_blocks_by_tiles(m: int, n: int, k: int) -> None:
+    """4-bit codes with a scale a row and 128 columns, by tiles of 128: the library's product where it fits, or ours."""
+    a, b = (torch.randint(-7, 8, (rows, k), device=GPU).to(torch.float8_e4m3fn) for rows in (m, n))
+    a_scale, b_scale = torch.rand(m, k // 128, device=GPU) + 0.1, torch.rand(-(-n // 128), k // 128, device=GPU) + 0.1
+    got = ops_for("triton", "cuda").matmul(a, a_scale, 128, b, b_scale, 128, torch.bfloat16)
+    wide = [
+        codes.double()
+        * scale.double()
+        .repeat_interleave(128, 1)
+        .repeat_interleave(codes.shape[0] // scale.shape[0], 0)[: codes.shape[0]]
+        for codes, scale in ((a, a_scale), (b, b_scale))
+    ]
+    want = wide[0] @ wide[1].T
+    assert ((got.double() - want).norm() / want.norm()).item() < 3e-3
