@@ -102,15 +102,18 @@ def codes_kernel(
     if PER == "row":
         at = row * tl.cdiv(k, span) + run
         own, factor = rounding.scale_of(tl.load(top + at, mask=row < rows, other=0), LIMIT)
-        tl.store(scale + at, own, mask=(row < rows) & (left == run * span))
+        if left == run * span:
+            tl.store(scale + at, own, mask=row < rows)
         factor = factor[:, None]
     elif PER == "token":
         own, factor = rounding.scale_of(tl.load(top + column, mask=column < k, other=0), LIMIT)
-        tl.store(scale + column, own, mask=(column < k) & (first == 0))
+        if first == 0:
+            tl.store(scale + column, own, mask=column < k)
         factor = factor[None, :]
     else:
         own, factor = rounding.scale_of(tl.load(top + tl.arange(0, 1)), LIMIT)
-        tl.store(scale + tl.arange(0, 1), own, mask=tl.program_id(0) == 0)
+        if tl.program_id(0) == 0:
+            tl.store(scale + tl.arange(0, 1), own)
         factor = factor[:, None]
     target = (row * k)[:, None] + column[None, :]
     noise = tl.load(random + target, mask=mask, other=0.0) if ROUNDING == "stochastic" else 0.0
