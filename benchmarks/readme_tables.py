@@ -49,16 +49,17 @@ def accuracy_table() -> str:
 
 def backward_table() -> str:
     """Backward of one linear layer on the CPU, against torch's in float32."""
-    rows = read("linear_backward_cpu")
+    rows = [row for row in read("layers_cpu") if row["what"] == "backward"]
     first = rows[0]
-    what = f"(T, O, I) = ({first['T']}, {first['O']}, {first['I']}), {first['device']}, {first['threads']} threads"
+    shape = f"({first['tokens']}, {first['outputs']}, {first['inputs']})"
+    where = f"{first['device']}, {first['threads']} threads"
     lines = [
-        f"| backward of a linear layer, {what} | p50 | against float32 |",
+        f"| backward of a linear layer, (T, O, I) = {shape}, {where} | p50 | against float32 |",
         "| --- | --- | --- |",
     ]
     for row in rows:
-        if row["what"] == "backward":
-            lines.append(f"| `{row['policy']}` | {float(row['p50_ms']):.1f} ms | {row['vs_dense']}× |")
+        name = "dense" if row["candidate"] == "fp32" else row["candidate"]
+        lines.append(f"| `{name}` | {float(row['p50_ms']):.1f} ms | {float(row['vs_fp32']):.2f}× |")
     return "\n".join(lines)
 
 
@@ -169,7 +170,7 @@ def exists(name: str) -> bool:
 
 TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "accuracy-table": (accuracy_table, tuple(EXPERIMENTS)),
-    "backward-table": (backward_table, ("linear_backward_cpu",)),
+    "backward-table": (backward_table, ("layers_cpu",)),
     "kernels-table": (kernels_table, ("kernels_h200",)),
     "layers-table": (layers_table, ("layers_llm_h200", "layers_vit_h200")),
     "latency-table": (latency_table, ("layers_latency_h200",)),
