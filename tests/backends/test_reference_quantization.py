@@ -122,6 +122,17 @@ def test_noise_is_unbiased_for_integers(rounding: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("rounding", NOISY)
+@pytest.mark.parametrize("apart", [1, 2, 3, 64, 384])
+def test_neighbours_are_rounded_independently(rounding: str, apart: int) -> None:
+    """Two elements share a hash; the errors of equal values at any distance, in a row and between rows, do not know each other."""
+    x = torch.full((64, 2048), 0.3)
+    x[:, 0] = 127.0
+    up = quantize(x, rounding=rounding)[0][:, 1:].double() - 0.3
+    for a, b in ((up[:, :-apart], up[:, apart:]), (up[: 64 - min(apart, 63)], up[min(apart, 63) :])):
+        assert abs((a * b).mean().item()) < 5 * 0.21 / a.numel() ** 0.5
+
+
+@pytest.mark.parametrize("rounding", NOISY)
 @pytest.mark.parametrize(
     ("format", "top", "value", "spacing"),
     [
