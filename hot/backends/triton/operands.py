@@ -18,6 +18,9 @@ import triton.language as tl
 
 from hot.backends.triton.rounding import float_bits, mantissa_noise, pair_noise, scale_of
 
+MAGIC = tl.constexpr(1.5 * 2.0**23)  # added to a small float it rounds it, and leaves the whole number in the low bits
+MAGIC_BITS = tl.constexpr(0x4B400000)
+
 
 @triton.jit
 def _larger(a, b):
@@ -63,12 +66,6 @@ def _load(
 
 
 @triton.jit
-def _dot(x, basis):
-    """x basis with float32 sums: exact products for ±1 and ±2^k. float32 goes through float32 arithmetic, not TF32."""
-    return tl.dot(x, basis, input_precision="ieee")
-
-
-@triton.jit
 def _basis(matrix, RANK: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
     """The transposed basis (N, R) of a matrix (RANK, N), zeros beyond its rank."""
     r = tl.arange(0, R)
@@ -111,16 +108,14 @@ def _codes(y, factor, pairs, row_pairs, ROUNDING: tl.constexpr, HOLDER: tl.const
 
     For the noise, pairs (m, R / 2): ⌊k / 2⌋ of each two neighbours along K; row_pairs (rows,): row·⌈K/2⌉.
     """
-    # v = y · (1 / scale). Adding 1.5·2²³ to v·2¹⁵ rounds it to a whole number and leaves that in the low bits of the float;
-    # the noise is added to these, and what stands above bit 15 is the code. |v| ≤ LIMIT (1 + 2⁻²³), which rounds to LIMIT·2¹⁵,
-    # so nothing is clamped.
+    # v = y · (1 / scale). MAGIC rounds v·2¹⁵; the noise is added to the bits, and what stands above bit 15 is the code.
+    # |v| ≤ LIMIT (1 + 2⁻²³), which rounds to LIMIT·2¹⁵, so nothing is clamped.
     finite = factor > 0
     if ROUNDING == "nearest":
-        t = (y * factor[None, :, None] + 12582912.0) - 12582912.0
-        t = tl.where(finite[None, :, None], t, 0.0)
-        codes = t.to(HOLDER) if tl.float8e4nv == HOLDER else t.to(tl.int32).to(HOLDER)
+        t = tl.where(finite[None, :, None], (y * factor[None, :, None] + MAGIC) - MAGIC, 0.0)
+        codes = t if tl.float8e4nv == HOLDER else t.to(tl.int32)
     else:
-        t = tl.fma(y * factor[None, :, None], 32768.0, 12582912.0).to(tl.int32, bitcast=True)
+        t = tl.fma(y * factor[None, :, None], 32768.0, MAGIC).to(tl.int32, bitcast=True)
         if ROUNDING == "hashed":
             half: tl.constexpr = y.shape[2] // 2
             first, second = tl.split(tl.reshape(float_bits(y), (y.shape[0], y.shape[1], half, 2)))
@@ -128,12 +123,12 @@ def _codes(y, factor, pairs, row_pairs, ROUNDING: tl.constexpr, HOLDER: tl.const
             t += tl.reshape(tl.join(one, two), y.shape)
         else:
             t += mantissa_noise(float_bits(y))
-        if tl.float8e4nv == HOLDER:  # without what is below bit 15 it is the float 1.5·2²³ + code·2¹⁵
+        if tl.float8e4nv == HOLDER:  # without what is below bit 15 it is the float MAGIC + code·2¹⁵
             kept = tl.where(finite, -32768, 0)[None, :, None]
-            offset = tl.where(finite, -384.0, 0.0)[None, :, None]
+            offset = tl.where(finite, -MAGIC / 32768, 0.0)[None, :, None]
             codes = tl.fma((t & kept).to(tl.float32, bitcast=True), 2.0**-15, offset)
         else:
-            codes = ((t - 0x4B400000) >> 15) & tl.where(finite, -1, 0)[None, :, None]
+            codes = ((t - MAGIC_BITS) >> 15) & tl.where(finite, -1, 0)[None, :, None]
     return codes
 
 
