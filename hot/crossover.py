@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
 import platform
 import re
 import warnings
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hot.errors import HotError
-from hot.files import write_whole
+from hot.files import cache_folder, slug, write_whole
 from hot.policies.plan import LayerPlan
 from hot.policies.presets import preset_folder
 from hot.views import LinearView, View
@@ -150,10 +149,8 @@ def cpuinfo(field: str) -> str:
 
 
 def user_folder() -> Path:
-    """Where this user's tables are: in ``$HOT_CACHE``, else in ``hot`` in the user's cache folder."""
-    own = os.environ.get("HOT_CACHE")
-    cache = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hot"
-    return cache / "crossover"
+    """Where this user's tables are."""
+    return cache_folder() / "crossover"
 
 
 def tables() -> dict[str, Path]:
@@ -204,11 +201,6 @@ def forget() -> None:
     """Let the next step look for tables again, and say again what it leaves exact."""
     _tables.clear()
     _said.clear()
-
-
-def slug(device_name: str) -> str:
-    """The name of a device's file: ``NVIDIA H200`` → ``nvidia-h200``."""
-    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
 
 
 _COLUMNS: dict[str, tuple[Callable[[str], Any], Callable[[Any], object], str]] = {
@@ -296,7 +288,7 @@ def _sizes(x_shape: torch.Size, weight_shape: torch.Size, view: View) -> Sizes:
     if isinstance(view, LinearView):
         return x_shape[:-1].numel(), weight_shape[0], weight_shape[-1]
     left, right, top, bottom = view.pads
-    height, width = view._out((x_shape[-2] + top + bottom, x_shape[-1] + left + right))
+    height, width = view.output_size((x_shape[-2] + top + bottom, x_shape[-1] + left + right))
     return x_shape[:-3].numel() * height * width, weight_shape[0], weight_shape[1]
 
 

@@ -1,8 +1,9 @@
-"""Files that are whole or not there at all."""
+"""Files that are whole or not there at all, and where a user's own are kept."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +24,17 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def cache_folder() -> Path:
+    """Where what was measured on this machine is kept: ``$HOT_CACHE``, else ``hot`` in the user's cache folder."""
+    own = os.environ.get("HOT_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hot"
+
+
+def slug(name: str) -> str:
+    """A device's name as that of a file: ``NVIDIA H200`` → ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _sync_folder(folder: Path) -> None:

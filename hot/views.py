@@ -108,7 +108,7 @@ class Conv2dView:
 
     def rows_shape(self, x_shape: torch.Size) -> tuple[int, int, int]:
         """The shape of `input_rows`."""
-        height, width = self._out(x_shape[-2:]) if self.is_pointwise else x_shape[-2:]
+        height, width = self.output_size(x_shape[-2:]) if self.is_pointwise else x_shape[-2:]
         return x_shape[-3], x_shape[0] if len(x_shape) == 4 else 1, height * width
 
     def samples_at_once(self, columns: int) -> int:
@@ -137,7 +137,7 @@ class Conv2dView:
         left, right, top, bottom = self.pads
         height, width = x_shape[-2:]
         size = (height + top + bottom, width + left + right)
-        out_h, out_w = self._out(size)
+        out_h, out_w = self.output_size(size)
         columns = product.view(-1, out_h * out_w, product.shape[1]).transpose(1, 2)
         if columns.dtype in (torch.float16, torch.bfloat16):
             columns = columns.float()
@@ -147,7 +147,7 @@ class Conv2dView:
 
     def _pixels_from_rows(self, product: Tensor, x_shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Rows are pixels: nothing adds up, and rows lie as channels_last does."""
-        height, width = self._out(x_shape[-2:])
+        height, width = self.output_size(x_shape[-2:])
         pixels = product.to(dtype).view(-1, height, width, product.shape[1]).permute(0, 3, 1, 2)
         if self.stride != (1, 1):  # pixels that the layer never read
             read, size = pixels, (pixels.shape[0], *x_shape[-3:])
@@ -155,7 +155,7 @@ class Conv2dView:
             pixels[:, :, :: self.stride[0], :: self.stride[1]] = read
         return pixels if len(x_shape) == 4 else pixels[0]
 
-    def _out(self, padded: tuple[int, int] | torch.Size) -> tuple[int, int]:
+    def output_size(self, padded: tuple[int, int] | torch.Size) -> tuple[int, int]:
         """Output size by torch's formula, from the padded size."""
         h, w = (
             (n - d * (k - 1) - 1) // s + 1

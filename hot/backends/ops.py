@@ -52,6 +52,20 @@ def in_float8(format: str) -> str | None:
     return f"{format}.e4m3" if exact and "." not in format else None
 
 
+INT32_TERMS = 2**31 // 128**2 // 16 * 16 - 16
+"""So many products of two int8 codes always fit into int32."""
+
+
+def factors_out(scale: Tensor, group: int) -> bool:
+    """Whether a scale is constant along the contracted axis: one for all, or one a row."""
+    return group == 0 and scale.shape[1] == 1
+
+
+def is_tiled(codes: Tensor, scale: Tensor, group: int) -> bool:
+    """Whether an entry of a scale covers several rows of its K-block."""
+    return group > 0 and scale.shape[0] < codes.shape[0]
+
+
 def scale_shape(rows: int, k: int, granularity: str, group: int) -> tuple[int, int]:
     """The shape of a scale for an operand (rows, k): (1, 1), (rows, 1), (1, k), (rows, ⌈k / group⌉), or for tiles
     (⌈rows / group⌉, ⌈k / group⌉)."""

@@ -91,8 +91,9 @@ def _cast(model: torch.nn.Module, sample: torch.Tensor, name: str) -> tuple[torc
 
 def _crossover(name: str | None, here: str) -> tuple[str, Any]:
     """The device whose crossover counts and its points, none if nobody asked for it by name and it has no table."""
-    from hot.crossover import name_of, read, slug, tables
+    from hot.crossover import name_of, read, tables
     from hot.errors import HotError, did_you_mean
+    from hot.files import slug
 
     if name is None:
         name = name_of(torch.device(here))

@@ -6,11 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hot.backends.ops import INT32_TERMS, factors_out
 from hot.backends.reference.quantization import dequantize
 from hot.backends.table import REFERENCE, register_kernel
 
-INT32_TERMS = 2**31 // 128**2 // 16 * 16 - 16
-"""So many products of two int8 codes always fit into int32; a longer contraction is summed in pieces."""
 FLOAT32_TERMS = 2**24 // 128**2
 """So many sum exactly in float32."""
 
@@ -29,6 +28,7 @@ def integer_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
     Equals: (a.double() @ b.double().T).to(dtype)
     """
+    # a longer contraction than fits is summed in pieces
     product, terms = (_int32_product, INT32_TERMS) if a.is_cuda or INT_MM_ON_CPU else (_float32_product, FLOAT32_TERMS)
     pieces = map(product, a.split(terms, 1), b.split(terms, 1))
     total = next(pieces)
@@ -54,17 +54,12 @@ def _int32_product(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b.T)[:m, :n]
 
 
-def _factors_out(scale: Tensor, group: int) -> bool:
-    """Whether a scale is constant along the contracted axis: one for all, or one a row."""
-    return group == 0 and scale.shape[1] == 1
-
-
 @register_kernel("matmul", backend=REFERENCE)
 def matmul(
     a: Tensor, a_scale: Tensor, a_group: int, b: Tensor, b_scale: Tensor, b_group: int, dtype: torch.dtype
 ) -> Tensor:
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    if a.dtype == b.dtype and _factors_out(a_scale, a_group) and _factors_out(b_scale, b_group):
+    if a.dtype == b.dtype and factors_out(a_scale, a_group) and factors_out(b_scale, b_group):
         integers = a.dtype == torch.int8 and a.numel() and b.numel()
         product = integer_product(a, b, compute) if integers else a.to(compute) @ b.to(compute).T
         return product.mul_(a_scale).mul_(b_scale.T).to(dtype)

@@ -228,9 +228,7 @@ class _Job:
         if b.granularity == "tile":
             blocks, columns = b.tile // self.side, b.group
         constants = self._constants(settings, blocks, columns)
-        if (
-            "block" in (a.granularity, b.granularity) or b.granularity == "tile"
-        ):  # the group makes the tile: warps to fit
+        if {a.granularity, b.granularity} & {"block", "tile"}:  # the group makes the tile: warps to fit
             constants["num_warps"] = min(max(constants["M"] * self.side * constants["C"] // 2048, 2), 8)
         programs, row_tiles, numbers = self._sized(constants, 1)
         numbers += self.along_piece * m.pieces, self.along_piece, self.across_sample * m.samples, self.across_sample

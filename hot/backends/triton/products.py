@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hot.backends.ops import INT32_TERMS, factors_out, is_tiled
 from hot.backends.table import register_kernel
 from hot.backends.triton.gemm import block_kernel, copied_kernel, integer_kernel, rescale_kernel, streamed_kernel
 from hot.backends.triton.launch import Launch, Specimen, capability, cdiv, has_fp8, multiprocessors, on_device, specimen
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
-INT32_TERMS = 2**31 // 128**2 // 16 * 16 - 16
-"""So many products of two int8 codes always fit into int32."""
 HELD = {torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 OUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -164,8 +163,13 @@ def _by_blocks(
     out = torch.empty(m, n, dtype=dtype, device=a.device)
     where: list[int] = []
     for codes, scale, group in ((a, a_scale, a_group), (b, b_scale, b_group)):
-        width, is_tile = scale.shape[1], group > 0 and scale.shape[0] < codes.shape[0]
-        where += [group if is_tile else 1, width * (scale.shape[0] > 1), int(width > 1), group or k]
+        width = scale.shape[1]
+        where += [
+            group if is_tiled(codes, scale, group) else 1,
+            width * (scale.shape[0] > 1),
+            int(width > 1),
+            group or k,
+        ]
     with on_device(a):
         _block_launch(m, n, k, *where, _k_block(a_group, b_group), a.dtype, bool(a_group or b_group), dtype)(
             a, b, out, a_scale, b_scale
@@ -193,11 +197,6 @@ def _k_block(*groups: int) -> int:
     return block if block >= 16 else 0
 
 
-def _factors_out(scale: Tensor, group: int) -> bool:
-    """Whether a scale is constant along K: one for all, or one a row."""
-    return group == 0 and scale.shape[1] == 1
-
-
 def _serves(
     a: Tensor, a_scale: Tensor, a_group: int, b: Tensor, b_scale: Tensor, b_group: int, dtype: torch.dtype
 ) -> bool:
@@ -206,7 +205,7 @@ def _serves(
         return False
     if (a.dtype == torch.int8) != (b.dtype == torch.int8):
         return False
-    if _factors_out(a_scale, a_group) and _factors_out(b_scale, b_group) and a.shape[1] > INT32_TERMS:
+    if factors_out(a_scale, a_group) and factors_out(b_scale, b_group) and a.shape[1] > INT32_TERMS:
         return False
     return all(group or scale.shape[1] == 1 for scale, group in ((a_scale, a_group), (b_scale, b_group))) and (
         _k_block(a_group, b_group) > 0
@@ -218,7 +217,7 @@ def matmul(
     a: Tensor, a_scale: Tensor, a_group: int, b: Tensor, b_scale: Tensor, b_group: int, dtype: torch.dtype
 ) -> Tensor:
     a, b, a_scale, b_scale = a.contiguous(), b.contiguous(), a_scale.contiguous(), b_scale.contiguous()
-    if _factors_out(a_scale, a_group) and _factors_out(b_scale, b_group):
+    if factors_out(a_scale, a_group) and factors_out(b_scale, b_group):
         if a.dtype == torch.int8:
             return _integer(a, a_scale, b, b_scale, dtype)
         if a.dtype == b.dtype == torch.float8_e4m3fn and has_fp8(a.device) and a.shape[1] % 16 == b.shape[0] % 16 == 0:

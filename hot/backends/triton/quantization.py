@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hot.backends.ops import code_dtype, scale_shape
+from hot.backends.ops import code_dtype, is_tiled, scale_shape
 from hot.backends.table import register_kernel
 from hot.backends.triton import rounding
 from hot.backends.triton.encoding import MANTISSA, coding, encode
@@ -199,12 +199,8 @@ def quantize(
     def run(config: Config) -> None:
         r, c = (_whole if one_pass else tile)(rows, span, config["ELEMENTS"], innermost)
         grid = (cdiv(rows, r) * cdiv(k, span) * cdiv(span, c),)
-        how = {
-            "R": r,
-            "C": c,
-            "num_warps": config["num_warps"],
-            "enable_fp_fusion": False,
-        }  # rounded as the reference is
+        # no fusion: every operation is rounded by itself, as the reference's are
+        how = {"R": r, "C": c, "num_warps": config["num_warps"], "enable_fp_fusion": False}
         if one_pass:
             groups_kernel[grid](x, codes.view(torch.uint8), scale, random, *shape, **how, **given)
         else:
@@ -218,13 +214,8 @@ def quantize(
     return codes, scale
 
 
-def _is_tile(codes: Tensor, scale: Tensor, group: int) -> bool:
-    """Whether a scale covers several rows of a K-block: the reference's business."""
-    return group > 0 and scale.shape[0] < codes.shape[0]
-
-
 def _serves(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> bool:
-    return dtype in FLOATS and not _is_tile(codes, scale, group)
+    return dtype in FLOATS and not is_tiled(codes, scale, group)
 
 
 @register_kernel("dequantize", backend="triton", supports=_serves)

@@ -11,8 +11,6 @@ is timed first, on its real arguments, and the fastest settings are kept in the 
 from __future__ import annotations
 
 import json
-import os
-import re
 import threading
 import time
 import warnings
@@ -27,7 +25,7 @@ import triton
 import triton.testing
 from triton.runtime.errors import TritonError
 
-from hot.files import write_whole
+from hot.files import cache_folder, slug, write_whole
 from hot.policies.presets import preset_folder
 
 Key = tuple[int | str, ...]
@@ -171,16 +169,9 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def slug(name: str) -> str:
-    """``NVIDIA H200`` → ``nvidia-h200``."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
 def cache_file(device: torch.device) -> Path:
-    """The user's settings of a device under this Triton, in ``$HOT_CACHE``, else in ``hot`` in the user's cache folder."""
-    own = os.environ.get("HOT_CACHE")
-    root = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hot"
-    return root / "tuning" / f"{slug(device_name(device))}-triton-{triton.__version__}.json"
+    """The user's settings of a device under this Triton."""
+    return cache_folder() / "tuning" / f"{slug(device_name(device))}-triton-{triton.__version__}.json"
 
 
 def packaged_file(device: torch.device) -> Path:
