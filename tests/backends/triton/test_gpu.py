@@ -204,9 +204,17 @@ def test_the_largest_code_is_never_passed(samples: int, length: int, outputs: in
     torch.testing.assert_close(bias.float(), g.float().sum((0, 1)), rtol=0.01, atol=1.0)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(512, 256, 384), (100, 128, 1024), (64, 96, 256)])
+BLOCKS_BY_TILES = [
+    *((512, n, k) for n in (128, 256, 384, 640, 2304) for k in (128, 256, 384, 512, 768, 2304)),
+    *((m, 384, k) for m in (4, 100, 197, 198, 1576) for k in (128, 384, 2304)),
+    (100, 128, 1024), (64, 96, 256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("m", "n", "k"), BLOCKS_BY_TILES)
 def test_blocks_by_tiles(m: int, n: int, k: int) -> None:
-    """4-bit codes with a scale a row and 128 columns, by tiles of 128: the library's product where it fits, or ours."""
+    """4-bit codes with a scale a row and 128 columns, by tiles of 128: the library's product where it fits, or ours. The library
+    reads rows of tiles in whole fours, and columns of rows too: K / 128 and m that are none of these are the trap."""
     a, b = (torch.randint(-7, 8, (rows, k), device=GPU).to(torch.float8_e4m3fn) for rows in (m, n))
     a_scale, b_scale = torch.rand(m, k // 128, device=GPU) + 0.1, torch.rand(-(-n // 128), k // 128, device=GPU) + 0.1
     got = ops_for("triton", "cuda").matmul(a, a_scale, 128, b, b_scale, 128, torch.bfloat16)
