@@ -1,0 +1,45 @@
+"""Facts of a tensor's device, for launchers of every backend."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+def on_device(t: Tensor) -> AbstractContextManager[object]:
+    """A context in which t's device is the current one: kernels are launched there, on torch's current stream of it."""
+    if not t.is_cuda or t.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(t.device)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability (major, minor); (0, 0) for what is no GPU."""
+    return _capability(_index(device)) if device.type == "cuda" else (0, 0)
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether the tensor cores multiply float8: capability 8.9 and up."""
+    return capability(device) >= (8, 9)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many streaming multiprocessors there are; 1 for what is no GPU."""
+    return _multiprocessors(_index(device)) if device.type == "cuda" else 1
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@lru_cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@lru_cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
