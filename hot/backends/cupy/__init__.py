@@ -1,0 +1,53 @@
+"""The CuPy backend: CUDA C++ kernels for NVIDIA GPUs from compute capability 8.0 on, compiled at run time.
+
+Importing this package imports no CuPy and needs no driver, no CUDA headers and no compiler but NVRTC, which comes with CuPy's
+wheels or with torch's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import metadata
+
+import torch
+
+OLDEST = 14
+CAPABILITY = (8, 0)
+
+
+def devices() -> tuple[str, ...]:
+    """The torch device types that the kernels run on."""
+    return ("cuda",)
+
+
+def probe() -> tuple[bool, str]:
+    """(available, reason), without importing CuPy."""
+    if importlib.util.find_spec("cupy_backends") is None:
+        return False, "cupy is not installed: pip install 'hot-training[cupy]'"
+    version = _version()
+    if int(version.split(".")[0]) < OLDEST:
+        return False, f"CuPy {version} is too old: {OLDEST}.0 or newer is needed"
+    if torch.version.hip is not None:
+        return False, "this torch is built for ROCm: an NVIDIA GPU is needed"
+    if not torch.cuda.is_available():
+        return False, f"CuPy {version} is there, but torch finds no CUDA device"
+    chip = f"{torch.cuda.get_device_name()}, sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
+    if torch.cuda.get_device_capability() < CAPABILITY:
+        return False, f"{chip}: compute capability {'.'.join(map(str, CAPABILITY))} or newer is needed"
+    return True, f"CuPy {version} on {chip}"
+
+
+def _version() -> str:
+    """The version of the installed CuPy, whose wheels are named after the CUDA that they are for."""
+    for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return str(importlib.import_module("cupy").__version__)
+
+
+def float8() -> bool:
+    """Whether every GPU here has float8 tensor cores: capability 8.9 and up."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return count > 0 and all(torch.cuda.get_device_capability(index) >= (8, 9) for index in range(count))
