@@ -1,7 +1,9 @@
-"""A tensor as rows with two strides, for launchers of every backend."""
+"""How tensors lie in memory, for launchers of every backend: rows with two strides, the places of chosen coefficients."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -64,3 +66,27 @@ def _merged(x: Tensor) -> list[tuple[int, int]]:
         else:
             found.append((size, stride))
     return found
+
+
+@lru_cache(maxsize=256)
+def _tables(
+    block: int, rows: tuple[int, ...], signs: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """On the device: where each natural coefficient goes among the kept, −1 for none (int32); rows (int64); signs (int8)."""
+    position = torch.full((block,), -1, dtype=torch.int32)
+    chosen = torch.tensor(rows, dtype=torch.int64)
+    position[chosen] = torch.arange(len(rows), dtype=torch.int32)
+    sign = torch.tensor(signs or (1,), dtype=torch.int8)
+    return position.to(device), chosen.to(device), sign.to(device)
+
+
+def positions(
+    block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The positions and signs of a call; those of a draw are made on the device, for the host does not know it."""
+    with torch.device("cpu"):  # whatever the default device is
+        position, chosen, sign = _tables(block, tuple(rows), tuple(signs), device)
+    if draw is not None:
+        position = torch.full((block,), -1, dtype=torch.int32, device=device)
+        position[chosen[draw]] = torch.arange(draw.shape[0], dtype=torch.int32, device=device)
+    return position, sign

@@ -7,13 +7,13 @@ goes through a table of positions. Every element is read once and written once, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hot.backends.layouts import positions
 from hot.backends.ops import compute_dtype, projected_length
 from hot.backends.table import register_kernel
 from hot.backends.triton.launch import FLOATS, Specimen, cdiv, on_device, rows_of, specimen, tile
@@ -91,30 +91,6 @@ TRANSFORM = family("transform", lambda key: {"ELEMENTS": 4096, "num_warps": 4}, 
 """Shape class: block, class of the length, rows innermost or not, dtype."""
 
 
-@lru_cache(maxsize=256)
-def _tables(
-    block: int, rows: tuple[int, ...], signs: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """On the device: where each natural coefficient goes among the kept, −1 for none (int32); rows (int64); signs (int8)."""
-    position = torch.full((block,), -1, dtype=torch.int32)
-    chosen = torch.tensor(rows, dtype=torch.int64)
-    position[chosen] = torch.arange(len(rows), dtype=torch.int32)
-    sign = torch.tensor(signs or (1,), dtype=torch.int8)
-    return position.to(device), chosen.to(device), sign.to(device)
-
-
-def _positions(
-    block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The positions and signs of a call; those of a draw are made on the device, for the host does not know it."""
-    with torch.device("cpu"):  # whatever the default device is
-        position, chosen, sign = _tables(block, tuple(rows), tuple(signs), device)
-    if draw is not None:
-        position = torch.full((block,), -1, dtype=torch.int32, device=device)
-        position[chosen[draw]] = torch.arange(draw.shape[0], dtype=torch.int32, device=device)
-    return position, sign
-
-
 def _run(
     x: Tensor, out: Tensor, length: int, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str,
     draw: Tensor | None, expand: bool,
@@ -138,7 +114,7 @@ def _run(
             columns = max(columns, block)
             r = max(min(r, config["ELEMENTS"] // columns), 1)
             row_tiles, b = cdiv(view.number, r), columns // block
-            position, sign = _positions(block, rows, signs, draw, x.device)
+            position, sign = positions(block, rows, signs, draw, x.device)
             mapped = draw is not None or tuple(rows) != tuple(range(block))
             transform_kernel[(row_tiles * cdiv(blocks, b),)](
                 view.x, out, position, sign,
