@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="triton is not installed")
-
-from hot.backends.triton import products
+from hot.backends import float8
 
 CPU = torch.device("cpu")
 
@@ -36,18 +34,18 @@ def library(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, strides: str
 def strides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What torch's check asks for: the strides in memory, or, as 2.11 does, those of rows without a gap; "": no such product."""
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, s, t, **_: library(a, b, s, t, request.param))
-    products._rows_of_tiles.cache_clear()
+    float8._rows_of_tiles.cache_clear()
     yield request.param
-    products._rows_of_tiles.cache_clear()
+    float8._rows_of_tiles.cache_clear()
 
 
 @pytest.mark.parametrize(("n", "k"), [(n, k) for n in (128, 256, 384) for k in (128, 256, 384, 512, 768, 2304)])
 def test_rows_of_tiles_by_fours(strides: str, n: int, k: int) -> None:
-    assert products._rows_of_tiles(CPU) == strides
+    assert float8._rows_of_tiles(CPU) == strides
     a, b = (torch.randint(-7, 8, (rows, k)).to(torch.float8_e4m3fn) for rows in (8, n))
     a_scale, b_scale = torch.rand(8, k // 128) + 0.1, torch.rand(n // 128, k // 128) + 0.1
     if strides:
-        got = products._float8_blocks(a, a_scale, b, b_scale)
+        got = float8.blocks_product(a, a_scale, b, b_scale)
         wide = a.float() * a_scale.repeat_interleave(128, 1)
         want = wide @ (b.float() * b_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)).T
         torch.testing.assert_close(got.float(), want, rtol=0.01, atol=0.01 * k)
@@ -56,8 +54,8 @@ def test_rows_of_tiles_by_fours(strides: str, n: int, k: int) -> None:
 @pytest.mark.parametrize(("m", "k", "fits"), [(512, 384, True), (197, 384, False), (512, 192, False), (4, 128, True)])
 def test_who_goes_to_the_library(strides: str, m: int, k: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows by fours and whole tiles, where torch has such a product; everything else is ours."""
-    monkeypatch.setattr(products, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(float8, "capability", lambda device: (9, 0))
     a, b = (torch.zeros(rows, k).to(torch.float8_e4m3fn) for rows in (m, 256))
     a_scale, b_scale = torch.ones(m, -(-k // 128)), torch.ones(2, -(-k // 128))
-    served = products._fits_float8_blocks(a, a_scale, 128, b, b_scale, 128, torch.bfloat16)
+    served = float8.fits_blocks(a, a_scale, 128, b, b_scale, 128, torch.bfloat16)
     assert served == (fits and strides != "")
