@@ -128,11 +128,15 @@ def noise(x: Tensor, rounding: str) -> Tensor:
     rows, k = bits.shape
     bits = torch.cat([bits, torch.zeros(rows, k % 2, dtype=torch.int64)], 1).unflatten(1, (-1, 2))
     first, second = bits[..., 0], bits[..., 1]
-    h = (torch.arange(first.numel()).view(first.shape) & 0xFFFFFFFF) ^ first
-    h = (h * 0x85EBCA77 + second * 0x9E3779B1) & 0xFFFFFFFF
-    h = ((h ^ (h >> 15)) * 0xC2B2AE3D) & 0xFFFFFFFF
-    shares = torch.stack([h >> 17, h & 0x7FFF], 2).flatten(1)[:, :k]
+    places = _mixed(torch.arange(rows) ^ 0x27D4EB2F)[:, None] * _mixed(torch.arange(first.shape[1]) ^ 0x165667B1)
+    h = (first * 0x9E3779B1 + second * 0x85EBCA77 + places) & 0xFFFFFFFF  # int64 wraps around: the low bits are right
+    shares = torch.stack([h >> 17, ((h * 0xC2B2AE3D) & 0xFFFFFFFF) >> 17], 2).flatten(1)[:, :k]
     return ((2 * shares + 1).double() / 2**16).float()
+
+
+def _mixed(h: Tensor) -> Tensor:
+    h = (h * 0x9E3779B1) & 0xFFFFFFFF
+    return ((h ^ (h >> 15)) * 0x85EBCA77) & 0xFFFFFFFF | 1
 
 
 def per_group(x: Tensor, granularity: str, group: int, clip: Sequence[float]) -> Tensor:

@@ -13,12 +13,13 @@ from hot.backends.ops import FLOAT8, bits_of, code_dtype, compute_dtype, scale_s
 from hot.backends.table import REFERENCE, register_kernel
 
 
-def rounding_noise(x: Tensor, rounding: str, pair: Tensor) -> Tensor:
+def rounding_noise(x: Tensor, rounding: str, place: Tensor) -> Tensor:
     """The noise u ∈ (0, 1) that ⌊v + u⌋ rounds with, one for each element of x (rows, K), float32, mean ½.
 
-    ``hashed``: (2·h + 1) / 2¹⁶ with the upper and the lower 15 bits of one 32-bit hash for two neighbours along K, of float32
-    bits first and second: h = (first ^ pair)·C₁ + second·C₃, then h = (h ^ h >> 15)·C₂, with xxHash32's primes. `pair` is
-    row·⌈K/2⌉ + ⌊column/2⌋ (int32, mod 2³²; overwritten); an odd K ends with a zero.
+    ``hashed``: (2·n + 1) / 2¹⁶, where n are the upper 15 bits of h for the first of two neighbours along K and those of h·C₃
+    for the second: h = first·C₁ + second·C₂ + place, of their float32 bits, mod 2³², with primes of xxHash32; an odd K ends
+    with a zero. `place`, by which the noise of equal numbers differs, is the product of an `index_hash` of the row and one of
+    the pair's column (int32; overwritten): what mixes well is done once for many elements, and the rest is multiplications.
     ``pseudo_stochastic``: (2·m + 1) / 2¹² with m the 11 low bits of the mantissa (NITI, M. Wang et al. 2020).
     ``stochastic``: 15 bits of torch's generator of the device, which follows torch.manual_seed.
     """
@@ -27,15 +28,13 @@ def rounding_noise(x: Tensor, rounding: str, pair: Tensor) -> Tensor:
     bits = x.to(torch.float32).view(torch.int32)
     if rounding == "pseudo_stochastic":
         return (bits & 0x7FF).to(torch.float32).mul_(2.0**-11).add_(2.0**-12)
-    h = pair.bitwise_xor_(bits[:, 0::2])
-    second = bits[:, 1::2]
-    h *= _i32(0x85EBCA77)  # int32 wraps around: arithmetic mod 2^32
-    h[:, : second.shape[1]] += second * _i32(0x9E3779B1)
-    h ^= _shift(h, 15)
-    h *= _i32(0xC2B2AE3D)
+    h, second = place, bits[:, 1::2]
+    h += bits[:, 0::2] * _i32(0x9E3779B1)  # int32 wraps around: arithmetic mod 2^32
+    h[:, : second.shape[1]] += second * _i32(0x85EBCA77)
     noise = torch.empty_like(bits)
     noise[:, 0::2] = _shift(h, 17)
-    noise[:, 1::2] = h[:, : second.shape[1]] & 0x7FFF
+    h *= _i32(0xC2B2AE3D)
+    noise[:, 1::2] = _shift(h, 17)[:, : second.shape[1]]
     return noise.to(torch.float32).mul_(2.0**-15).add_(2.0**-16)
 
 
@@ -114,9 +113,9 @@ def quantize(
     codes = torch.empty(x.shape, dtype=code_dtype(format), device=x.device)
     for rows, columns in _tiles(x):
         tile = x[rows, columns]
-        pair = _pairs(tile, rows.start, columns.start, x.shape[1]) if rounding == "hashed" else x.new_empty(0)
+        place = _places(tile, rows.start, columns.start) if rounding == "hashed" else x.new_empty(0)
         own = inverse[rows if inverse.shape[0] > 1 else slice(None), columns if inverse.shape[1] > 1 else slice(None)]
-        codes[rows, columns] = _codes(tile, own, format, rounding, limit, pair)
+        codes[rows, columns] = _codes(tile, own, format, rounding, limit, place)
     return codes, scale
 
 
@@ -136,20 +135,26 @@ def _columns_outermost(x: Tensor) -> bool:
     return x.stride(0) < x.stride(1)
 
 
-def _pairs(tile: Tensor, row: int, column: int, k: int) -> Tensor:
-    """row·⌈K/2⌉ + ⌊column/2⌋ of every pair of neighbours along K, mod 2³² as int32, laid out as the tile is."""
-    shape, start = (tile.shape[0], -(-tile.shape[1] // 2)), (row, column // 2)
-    rows, columns = (torch.arange(at, at + n, device=tile.device) for at, n in zip(start, shape, strict=True))
-    rows = rows * -(-k // 2)
-    if _columns_outermost(tile):
-        return (columns.to(torch.int32)[:, None] + rows.to(torch.int32)).T
-    return rows.to(torch.int32)[:, None] + columns.to(torch.int32)
+def _places(tile: Tensor, row: int, column: int) -> Tensor:
+    """The place of every pair of neighbours along K, for `rounding_noise`, laid out as the tile is."""
+    rows = index_hash(row, tile.shape[0], 0x27D4EB2F, tile.device)
+    columns = index_hash(column // 2, -(-tile.shape[1] // 2), 0x165667B1, tile.device)
+    return (columns[:, None] * rows).T if _columns_outermost(tile) else rows[:, None] * columns
 
 
-def _codes(x: Tensor, inverse: Tensor, format: str, rounding: str, limit: float, pair: Tensor) -> Tensor:
+def index_hash(first: int, count: int, salt: int, device: torch.device) -> Tensor:
+    """A hash of each of `count` numbers from `first` on, odd, int32: h = (i ^ salt)·C₁, then (h ^ h >> 15)·C₂ | 1."""
+    h = torch.arange(first, first + count, device=device).to(torch.int32) ^ _i32(salt)
+    h *= _i32(0x9E3779B1)
+    h ^= _shift(h, 15)
+    h *= _i32(0x85EBCA77)
+    return h.bitwise_or_(1)
+
+
+def _codes(x: Tensor, inverse: Tensor, format: str, rounding: str, limit: float, place: Tensor) -> Tensor:
     """The codes of x, given the reciprocal of its scale."""
     v = (x * inverse).clamp_(-limit, limit)
-    u = None if rounding == "nearest" else rounding_noise(x, rounding, pair)
+    u = None if rounding == "nearest" else rounding_noise(x, rounding, place)
     if format in FLOAT8:
         return _round_float8(v, u, FLOAT8[format])
     v = v.nan_to_num_(nan=0.0)

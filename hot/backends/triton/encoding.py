@@ -46,9 +46,8 @@ def encode(
     h = bits
     if ROUNDING == "hashed":
         first, second = tl.split(tl.reshape(bits, (R, C // 2, 2)))
-        start = (row * ((k + 1) // 2) + left // 2).to(tl.uint32)
-        pair = start[:, None] + tl.arange(0, C // 2).to(tl.uint32)[None, :]
-        first, second = rounding.pair_noise(first, second, pair)
+        place = rounding.row_hash(row)[:, None] * rounding.column_hash(left // 2 + tl.arange(0, C // 2))[None, :]
+        first, second = rounding.pair_noise(first, second, place)
         h = tl.reshape(tl.join(first, second), (R, C))
     elif ROUNDING == "stochastic":
         h = (random * 32768.0).to(tl.int32)

@@ -16,15 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hot.backends.triton.rounding import float_bits, mantissa_noise, pair_noise, scale_of
+from hot.backends.triton.rounding import column_hash, float_bits, mantissa_noise, pair_noise, row_hash, scale_of
 
 MAGIC = tl.constexpr(1.5 * 2.0**23)  # added to a small float it rounds it, and leaves the whole number in the low bits
 MAGIC_BITS = tl.constexpr(0x4B400000)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -73,8 +68,8 @@ def _basis(matrix, RANK: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _along(x, basis, GAIN: tl.constexpr):
-    """Coefficients (C / N, rows, R) of the blocks of N columns of a tile (…, C).
+def _along(x, basis):
+    """Coefficients (C / N, rows, R), without their gain, of the blocks of N columns of a tile (…, C).
 
     Rows of the product run along the matrix's rows: a thread then holds many columns of few rows, and a row's scale is worked
     out by few threads.
@@ -84,29 +79,56 @@ def _along(x, basis, GAIN: tl.constexpr):
     N: tl.constexpr = basis.shape[0]
     blocks = tl.reshape(tl.permute(tl.reshape(x, (ROWS, C // N, N)), (1, 0, 2)), (C // N * ROWS, N))
     y = tl.dot(blocks, basis, input_precision="ieee")
-    return tl.reshape(y, (C // N, ROWS, basis.shape[1])) * GAIN
+    return tl.reshape(y, (C // N, ROWS, basis.shape[1]))
 
 
 @triton.jit
-def _across(x, basis, GAIN: tl.constexpr):
-    """Coefficients (M, C, R) of the blocks of N rows of a tile (M, N, C)."""
-    M: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[2]
-    y = tl.dot(tl.reshape(tl.permute(x, (0, 2, 1)), (M * C, x.shape[1])), basis, input_precision="ieee")
-    return tl.reshape(y, (M, C, basis.shape[1])) * GAIN
+def _columns(x):
+    """The blocks of N rows of a tile (M, N, C), as rows (M · C, N)."""
+    return tl.reshape(tl.permute(x, (0, 2, 1)), (x.shape[0] * x.shape[2], x.shape[1]))
 
 
 @triton.jit
-def _largest(y):
-    """The bits of the largest magnitude of every row of coefficients (m, rows, R): as integers they order like floats."""
-    return float_bits(tl.reduce(tl.reduce(tl.abs(y), 0, _larger), 1, _larger))
+def _across(x, basis):
+    """Coefficients (M, C, R), without their gain, of the blocks of N rows of a tile (M, N, C)."""
+    y = tl.dot(_columns(x), basis, input_precision="ieee")
+    return tl.reshape(y, (x.shape[0], x.shape[2], basis.shape[1]))
 
 
 @triton.jit
-def _codes(y, factor, pairs, row_pairs, ROUNDING: tl.constexpr, HOLDER: tl.constexpr):
+def _extremes(y):
+    """The bits of floats (m, rows, R), reduced to (rows, R) for `_magnitude`: the largest as int32, and as uint32."""
+    bits = float_bits(y)
+    return tl.max(bits, 0), tl.max(bits.to(tl.uint32, bitcast=True), 0)
+
+
+@triton.jit
+def _magnitude(upper, lower):
+    """The bits of the largest magnitude of every row of `_extremes`: as integers they order like floats, NaN on top."""
+    # as int32 the largest bits are those of the largest float, if any is not negative; as uint32 those of the least, if any is
+    # negative: two integer maxima, of three operands each on Hopper, cost less than |x| and a float maximum that keeps NaN
+    lower = (tl.max(lower, 1) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
+    return tl.maximum(tl.max(upper, 1) & 0x7FFFFFFF, lower)
+
+
+@triton.jit
+def _largest(y, GAIN: tl.constexpr):
+    """The bits of the largest magnitude of every row of coefficients (m, rows, R), once these are multiplied by GAIN."""
+    upper, lower = _extremes(y)
+    return _gained(_magnitude(upper, lower), GAIN)
+
+
+@triton.jit
+def _gained(top, GAIN: tl.constexpr):
+    """The bits of a magnitude times GAIN: rounding keeps order, so that of the products it is the largest."""
+    return float_bits(top.to(tl.float32, bitcast=True) * GAIN)
+
+
+@triton.jit
+def _codes(y, factor, pairs, rows, ROUNDING: tl.constexpr, HOLDER: tl.constexpr):
     """Codes of y (m, rows, R): whole numbers in float32 for a float8 HOLDER, else int32. factor (rows,): as of `scale_of`.
 
-    For the noise, pairs (m, R / 2): ⌊k / 2⌋ of each two neighbours along K; row_pairs (rows,): row·⌈K/2⌉.
+    For the noise, pairs (m, R / 2): ⌊k / 2⌋ of each two neighbours along K; rows (rows,): indices.
     """
     # v = y · (1 / scale). MAGIC rounds v·2¹⁵; the noise is added to the bits, and what stands above bit 15 is the code.
     # |v| ≤ LIMIT (1 + 2⁻²³), which rounds to LIMIT·2¹⁵, so nothing is clamped.
@@ -119,7 +141,7 @@ def _codes(y, factor, pairs, row_pairs, ROUNDING: tl.constexpr, HOLDER: tl.const
         if ROUNDING == "hashed":
             half: tl.constexpr = y.shape[2] // 2
             first, second = tl.split(tl.reshape(float_bits(y), (y.shape[0], y.shape[1], half, 2)))
-            one, two = pair_noise(first, second, row_pairs[None, :, None] + pairs[:, None, :])
+            one, two = pair_noise(first, second, row_hash(rows)[None, :, None] * column_hash(pairs)[:, None, :])
             t += tl.reshape(tl.join(one, two), y.shape)
         else:
             t += mantissa_noise(float_bits(y))
@@ -165,31 +187,32 @@ def largest_kernel(
     x += piece.to(tl.int64) * piece_stride
     along = _basis(along_matrix, ALONG_RANK, A, AR)
     across = _basis(across_matrix, ACROSS_RANK, N, R)
-    seen = tl.zeros((M, C, R), tl.float32)
-    total = tl.zeros((C, 16), tl.float32)
+    upper, lower = tl.zeros((C, R), tl.int32), tl.zeros((C, R), tl.uint32)
+    total = tl.zeros((M * C, 8), tl.float32)
     for tile in range(TILES):
         first = (group * TILES + tile) * M
         t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
         if ACROSS != "":
-            seen = _larger(seen, tl.abs(_across(t, across, ACROSS_GAIN)))
+            more, less = _extremes(_across(t, across))
+            upper, lower = tl.maximum(upper, more), tl.maximum(lower, less)
         if ALONG != "":
-            top = _largest(_along(t, along, ALONG_GAIN))
+            top = _largest(_along(t, along), ALONG_GAIN)
             if ALONG == "tensor":
                 tl.atomic_max(along_top, tl.max(top, 0), sem="relaxed")
             else:
                 r = tl.arange(0, M * N)
                 sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
                 tl.atomic_max(along_top + sample * length + start + r % N, top, mask=r % N < left, sem="relaxed")
-        if SUMS:
-            ones = tl.full((M * N, 16), 1.0, t.dtype)
-            total = tl.dot(tl.trans(tl.reshape(t, (M * N, C))), ones, total, input_precision="ieee")
+        if SUMS:  # a column of ones sums what `across` multiplies as it lies
+            total = tl.dot(_columns(t), tl.full((N, 8), 1.0, t.dtype), total, input_precision="ieee")
     if ACROSS != "":
-        top = _largest(seen)
+        top = _gained(_magnitude(upper, lower), ACROSS_GAIN)
         if ACROSS == "tensor":
             tl.atomic_max(across_top, tl.max(top, 0), sem="relaxed")
         else:
             tl.atomic_max(across_top + c, top, mask=c < columns, sem="relaxed")
     if SUMS:
+        total = tl.sum(tl.reshape(total, (M, C, 8)), 0)
         tl.store(sums + group.to(tl.int64) * columns + c, tl.max(total, 1), mask=c < columns)
 
 
@@ -208,10 +231,10 @@ def _write_along(
     sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
     row = (sample * length + start + r % N).to(tl.int64)
     inside = r % N < left
-    y = _along(x, basis, GAIN)
+    y = _along(x, basis) * GAIN
     at = column // A * RANK  # of this tile, in its piece
     if GRANULARITY == "block":
-        scale, factor = scale_of(_largest(y), LIMIT)
+        scale, factor = scale_of(_largest(y, 1.0), LIMIT)
         group = (piece * in_piece + at) // (BLOCKS * R)
         tl.store(scales + row * tl.cdiv(k, BLOCKS * R) + group, scale, mask=inside)
     elif GRANULARITY == "row":
@@ -219,7 +242,7 @@ def _write_along(
     else:
         factor = tl.load(factors + tl.zeros_like(row))
     pairs = ((piece * in_piece + at) // 2 + tl.arange(0, BLOCKS) * (RANK // 2))[:, None] + tl.arange(0, R // 2)[None, :]
-    codes = _codes(y, factor, pairs, (row * ((k + 1) // 2)).to(tl.int32), ROUNDING, out.dtype.element_ty)
+    codes = _codes(y, factor, pairs, row, ROUNDING, out.dtype.element_ty)
     codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (x.shape[0] * N, BLOCKS * R)).to(out.dtype.element_ty)
     j = tl.arange(0, BLOCKS * R)
     at += j if RANK == R else j // R * RANK + j % R
@@ -243,15 +266,15 @@ def _write_across(
     row = column + tl.arange(0, C)
     inside = row < columns
     row = row.to(tl.int64)
-    y = _across(x, basis, GAIN)
+    y = _across(x, basis) * GAIN
     if GRANULARITY == "tile":
-        top = tl.max(_largest(y), 0)  # of whole tiles, columns beyond the last being zeros
+        top = tl.max(_largest(y, 1.0), 0)  # of whole tiles, columns beyond the last being zeros
         scale, factor = scale_of(top + tl.zeros((C,), tl.int32), LIMIT)
         tl.store(
             scales + column // C * tl.cdiv(k, M * R) + first // M + tl.arange(0, C), scale, mask=tl.arange(0, C) < 1
         )
     elif GRANULARITY == "block":
-        scale, factor = scale_of(_largest(y), LIMIT)
+        scale, factor = scale_of(_largest(y, 1.0), LIMIT)
         tl.store(scales + row * tl.cdiv(k, M * R) + first // M, scale, mask=inside)
     elif GRANULARITY == "row":
         factor = tl.load(factors + row, mask=inside, other=1.0)
@@ -270,7 +293,7 @@ def _write_across(
         at = sample * in_sample + within
         held = (left > 0) & (within < in_sample) & (j % R < RANK)
     pairs = (starts // 2)[:, None] + tl.arange(0, R // 2)[None, :]
-    codes = _codes(y, factor, pairs, (row * ((k + 1) // 2)).to(tl.int32), ROUNDING, out.dtype.element_ty)
+    codes = _codes(y, factor, pairs, row, ROUNDING, out.dtype.element_ty)
     codes = tl.reshape(tl.permute(codes, (1, 0, 2)), (C, M * R)).to(out.dtype.element_ty)
     tl.store(out + (row * k)[:, None] + at[None, :], codes, mask=inside[:, None] & held[None, :])
 

@@ -20,18 +20,33 @@ def float_bits(x):
 
 
 @triton.jit
-def pair_noise(first_bits, second_bits, pair_index):
+def pair_noise(first_bits, second_bits, place):
     """15 bits of noise for each of two neighbours along K, int32, from one 32-bit hash.
 
-    first_bits, second_bits: their `float_bits`, the second 0 beyond an odd K. pair_index: row·⌈K/2⌉ + ⌊column/2⌋, of which the
-    low 32 bits count, int32 or int64.
+    first_bits, second_bits: their `float_bits`, the second 0 beyond an odd K. place: `row_hash` · `column_hash`.
     """
-    # h = (first ^ index)·C₁ + second·C₃, h = (h ^ h >> 15)·C₂: multiplications, for of shifts and logic a GPU has least
-    h = (pair_index.to(tl.uint32) ^ first_bits.to(tl.uint32, bitcast=True)) * 0x85EBCA77
-    h += second_bits.to(tl.uint32, bitcast=True) * 0x9E3779B1
+    # multiplications and additions alone, for of shifts and logic a GPU has least; the upper bits are well mixed
+    h = first_bits.to(tl.uint32, bitcast=True) * 0x9E3779B1 + second_bits.to(tl.uint32, bitcast=True) * 0x85EBCA77 + place
+    return (h >> 17).to(tl.int32), ((h * 0xC2B2AE3D) >> 17).to(tl.int32)
+
+
+@triton.jit
+def row_hash(row):
+    """A hash of the index of a row, of which the low 32 bits count, uint32."""
+    return _mixed(row.to(tl.uint32) ^ 0x27D4EB2F)
+
+
+@triton.jit
+def column_hash(pair):
+    """A hash of ⌊column/2⌋ of two neighbours along K, of which the low 32 bits count, uint32."""
+    return _mixed(pair.to(tl.uint32) ^ 0x165667B1)
+
+
+@triton.jit
+def _mixed(h):
+    h *= 0x9E3779B1
     h ^= h >> 15
-    h *= 0xC2B2AE3D
-    return (h >> 17).to(tl.int32), (h & 0x7FFF).to(tl.int32)
+    return (h * 0x85EBCA77) | 1
 
 
 @triton.jit

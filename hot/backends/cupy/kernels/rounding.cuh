@@ -18,14 +18,20 @@ __device__ inline unsigned long long magnitude_bits(double x) {
 }
 
 // 15 bits of noise for each of two neighbours along K, from one 32-bit hash of their `float_bits`, the second 0 beyond an odd
-// K, and of row·⌈K/2⌉ + ⌊column/2⌋, of which the low 32 bits count.
-__device__ inline uint2 pair_noise(unsigned first_bits, unsigned second_bits, unsigned pair_index) {
-    // h = (first ^ index)·C₁ + second·C₃, h = (h ^ h >> 15)·C₂: multiplications, for of shifts and logic a GPU has least
-    unsigned h = (pair_index ^ first_bits) * 0x85EBCA77u + second_bits * 0x9E3779B1u;
-    h ^= h >> 15;
-    h *= 0xC2B2AE3Du;
-    return make_uint2(h >> 17, h & 0x7FFFu);
+// K, and of their place, row_hash · column_hash: multiplications and additions alone, for of shifts and logic a GPU has least.
+__device__ inline uint2 pair_noise(unsigned first_bits, unsigned second_bits, unsigned place) {
+    const unsigned h = first_bits * 0x9E3779B1u + (second_bits * 0x85EBCA77u + place);
+    return make_uint2(h >> 17, h * 0xC2B2AE3Du >> 17);
 }
+
+__device__ inline unsigned mixed(unsigned h) {
+    h *= 0x9E3779B1u;
+    return (h ^ h >> 15) * 0x85EBCA77u | 1u;
+}
+
+// Hashes of the index of a row and of ⌊column/2⌋ of two neighbours along K, of which the low 32 bits count.
+__device__ inline unsigned row_hash(long long row) { return mixed(static_cast<unsigned>(row) ^ 0x27D4EB2Fu); }
+__device__ inline unsigned column_hash(long long pair) { return mixed(static_cast<unsigned>(pair) ^ 0x165667B1u); }
 
 // h of pseudo_stochastic for `to_codes`, from `float_bits`: u = (2·m + 1) / 2¹² with m the 11 low bits is h = 16·m + 8.
 __device__ inline unsigned mantissa_noise(unsigned bits) { return ((bits & 0x7FFu) << 4) + 8u; }
@@ -35,6 +41,11 @@ __device__ inline unsigned drawn_noise(float random) { return static_cast<unsign
 
 // The noise u = (2·h + 1) / 2¹⁶ as a float, for `log_codes` and `float8_values`. It is exact.
 __device__ inline float fraction(unsigned h) { return static_cast<float>(h) * 0x1p-15f + 0x1p-16f; }
+
+// The noise u of pseudo_stochastic as a float, from `float_bits`.
+__device__ inline float fraction_of_mantissa(unsigned bits) {
+    return static_cast<float>(bits & 0x7FFu) * 0x1p-11f + 0x1p-12f;
+}
 
 // The scale of a group and what its elements are multiplied by, from the largest `magnitude_bits` in it: scale =
 // max(top / limit, TINY), factor = 1 / scale, both IEEE divisions. A group that holds NaN or ±Inf has the scale NaN and the
@@ -99,7 +110,7 @@ __device__ inline int log_codes(V v, float u, V limit) {
 }
 
 // Float8 formats as (MANTISSA, BIAS): (3, 7) is e4m3, (2, 15) is e5m2. A power of two as a float, where it is normal:
-constexpr __device__ float power_of_two(int exponent) {
+__device__ constexpr float power_of_two(int exponent) {
     float power = 1.0f;
     for (; exponent > 0; --exponent) power *= 2.0f;
     for (; exponent < 0; ++exponent) power *= 0.5f;
