@@ -26,7 +26,11 @@ def pair_noise(first_bits, second_bits, place):
     first_bits, second_bits: their `float_bits`, the second 0 beyond an odd K. place: `row_hash` · `column_hash`.
     """
     # multiplications and additions alone, for of shifts and logic a GPU has least; the upper bits are well mixed
-    h = first_bits.to(tl.uint32, bitcast=True) * 0x9E3779B1 + second_bits.to(tl.uint32, bitcast=True) * 0x85EBCA77 + place
+    h = (
+        first_bits.to(tl.uint32, bitcast=True) * 0x9E3779B1
+        + second_bits.to(tl.uint32, bitcast=True) * 0x85EBCA77
+        + place
+    )
     return (h >> 17).to(tl.int32), ((h * 0xC2B2AE3D) >> 17).to(tl.int32)
 
 
