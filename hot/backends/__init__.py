@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hot.backends import cupy as cupy  # the package, which imports no CuPy
 from hot.backends import ops as ops  # declares every op
 from hot.backends import triton as triton  # the package, which imports no Triton
 from hot.backends.table import (
@@ -37,6 +38,9 @@ register_backend(
 )
 register_backend(
     Backend("triton", devices=triton.devices(), probe=triton.probe, load=triton.load, priority=10, float8=triton.float8)
+)
+register_backend(
+    Backend("cupy", devices=cupy.devices(), probe=cupy.probe, load=cupy.load, priority=5, float8=cupy.float8)
 )
 
 from hot.backends import reference as reference  # noqa: E402  registers the reference kernels

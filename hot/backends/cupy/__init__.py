@@ -51,3 +51,8 @@ def float8() -> bool:
     """Whether every GPU here has float8 tensor cores: capability 8.9 and up."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return count > 0 and all(torch.cuda.get_device_capability(index) >= (8, 9) for index in range(count))
+
+
+def load() -> None:
+    """Import the modules that register the kernels."""
+    from hot.backends.cupy import packing, products, quantization, transforms  # noqa: F401

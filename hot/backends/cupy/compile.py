@@ -10,7 +10,7 @@ import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,7 +89,7 @@ def _digest(text: str, options: tuple[str, ...]) -> str:
     return hashlib.sha256(repr((text, _headers(), options, nvrtc.getVersion())).encode()).hexdigest()
 
 
-@lru_cache(maxsize=1)
+@cache
 def _headers() -> tuple[str, ...]:
     return tuple(path.read_text() for path in sorted(FOLDER.glob("*.cuh")))
 
@@ -99,7 +99,7 @@ def _read(kept: bytes) -> Code:
     return Code(name.decode(), image)
 
 
-@lru_cache
+@cache
 def _architecture(capability: tuple[int, int]) -> str:
     """The option for a chip: its own machine code, or the newest virtual one for a chip that this NVRTC does not know yet."""
     from cupy_backends.cuda.libs import nvrtc

@@ -19,12 +19,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hot.backends.cupy.compile import compiled, size_of
 from hot.backends.devices import capability as capability
 from hot.backends.devices import multiprocessors as multiprocessors
 from hot.backends.devices import on_device as on_device
 from hot.errors import BackendError
+
+NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The floats that kernels take, as C++ spells them."""
 
 Grid = int | tuple[int, ...]
 _lock = threading.Lock()
@@ -85,6 +89,11 @@ class Kernel:
                 with _harmless_to_captures():
                     self._loaded[device] = _Loaded(code.name, code.image)
         return self._loaded[device]
+
+
+def fits(t: Tensor, chunk: int, *offsets: int) -> bool:
+    """Whether chunks of so many elements, at multiples of these offsets, may be moved in one access."""
+    return t.data_ptr() % (chunk * t.element_size()) == 0 and all(offset % chunk == 0 for offset in offsets)
 
 
 class _Loaded:

@@ -1,6 +1,8 @@
 // The numbers that tensors hold, without CUDA's headers: NVRTC alone has none of them.
 #pragma once
 
+#include "conversions.cuh"
+
 struct bf16 {
     unsigned short bits;
 };
@@ -11,11 +13,7 @@ struct fp16 {
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(double x) { return __double2float_rn(x); }
 __device__ inline float to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
-__device__ inline float to_float(fp16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-    return y;
-}
+__device__ inline float to_float(fp16 x) { return half_to_float(x.bits); }
 
 // What transforms and scales are computed in: double for double, else float.
 template <class T>
@@ -46,13 +44,9 @@ __device__ inline T narrow(V x) {
 }
 template <>
 __device__ inline bf16 narrow<bf16, float>(float x) {
-    bf16 y;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-    return y;
+    return {float_to_bf16(x)};
 }
 template <>
 __device__ inline fp16 narrow<fp16, float>(float x) {
-    fp16 y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-    return y;
+    return {float_to_half(x)};
 }
