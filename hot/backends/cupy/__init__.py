@@ -13,6 +13,8 @@ import torch
 
 OLDEST = 14
 CAPABILITY = (8, 0)
+WHEELS = {"cupy-cuda13x": "13", "cupy-cuda12x": "12", "cupy": ""}
+"""The names that CuPy is published by, and the CUDA that each is for."""
 
 
 def devices() -> tuple[str, ...]:
@@ -24,27 +26,30 @@ def probe() -> tuple[bool, str]:
     """(available, reason), without importing CuPy."""
     if importlib.util.find_spec("cupy_backends") is None:
         return False, "cupy is not installed: pip install 'hot-training[cupy]'"
-    version = _version()
+    version, cuda = _installed()
     if int(version.split(".")[0]) < OLDEST:
         return False, f"CuPy {version} is too old: {OLDEST}.0 or newer is needed"
     if torch.version.hip is not None:
         return False, "this torch is built for ROCm: an NVIDIA GPU is needed"
     if not torch.cuda.is_available():
         return False, f"CuPy {version} is there, but torch finds no CUDA device"
+    wanted = (torch.version.cuda or "").split(".")[0]
+    if cuda and cuda != wanted:
+        return False, f"CuPy {version} is for CUDA {cuda}, this torch for CUDA {wanted}: pip install cupy-cuda{wanted}x"
     chip = f"{torch.cuda.get_device_name()}, sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
     if torch.cuda.get_device_capability() < CAPABILITY:
         return False, f"{chip}: compute capability {'.'.join(map(str, CAPABILITY))} or newer is needed"
     return True, f"CuPy {version} on {chip}"
 
 
-def _version() -> str:
-    """The version of the installed CuPy, whose wheels are named after the CUDA that they are for."""
-    for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
+def _installed() -> tuple[str, str]:
+    """The version of the installed CuPy, and the major version of the CUDA that it is for, "" for any."""
+    for name, cuda in WHEELS.items():
         try:
-            return metadata.version(name)
+            return metadata.version(name), cuda
         except metadata.PackageNotFoundError:
             continue
-    return str(importlib.import_module("cupy").__version__)
+    return str(importlib.import_module("cupy").__version__), ""
 
 
 def float8() -> bool:
