@@ -1,4 +1,5 @@
-"""The kernels on a GPU: the whole table of `hot check`, other streams and threads, CUDA graphs, the reference's own codes."""
+"""The kernels of every backend on a GPU: the whole table of `hot check`, other streams and threads, CUDA graphs, the reference's
+own codes."""
 
 from __future__ import annotations
 
@@ -10,47 +11,47 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="triton is not installed")
-
 from hot.backends import OPS, backends, kernels, ops_for
 from hot.backends.table import Kernel
 from hot.checking import cases
 from hot.checking.runner import ONE_DTYPE, _judge, _settled
 from hot.checking.sources import DTYPES, LAYOUTS
 
-AVAILABLE, REASON = backends["triton"].availability()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(not AVAILABLE, reason=REASON),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GPU = torch.device("cuda")
 TABLE = [(op, dtype) for op in OPS for dtype in (DTYPES[:1] if op in ONE_DTYPE else DTYPES)]
 
 
-def kernel_of(op: str) -> Kernel:
-    ops_for("triton", "cuda")
-    if f"triton.{op}" not in kernels:
+@pytest.fixture(params=["triton", "cupy"])
+def backend(request: pytest.FixtureRequest) -> str:
+    available, reason = backends[request.param].availability()
+    if not available:
+        pytest.skip(reason)
+    return request.param
+
+
+def kernel_of(backend: str, op: str) -> Kernel:
+    ops_for(backend, "cuda")
+    if f"{backend}.{op}" not in kernels:
         pytest.skip(f"no kernel for {op}")
-    return kernels[f"triton.{op}"]
+    return kernels[f"{backend}.{op}"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("op", "dtype"), TABLE)
-def test_the_table_of_hot_check(op: str, dtype: str, layout: str) -> None:
-    kernel = kernel_of(op)
+def test_the_table_of_hot_check(backend: str, op: str, dtype: str, layout: str) -> None:
+    kernel = kernel_of(backend, op)
     with _settled(GPU):
         served = [case for case in cases(op, dtype, layout, GPU) if kernel.supports(*case.args.values())]
-        if not served and dtype == "float64":
-            pytest.skip("the kernel leaves float64 to others")
-        assert served, "no case was tried"
+        if not served:
+            pytest.skip("left to others")
         verdicts = [(case, _judge(kernel, case, GPU)) for case in served]
     assert [f"{case}: {verdict.what}" for case, verdict in verdicts if not verdict.ok] == []
 
 
-def calls(op: str) -> list[Callable[[], Any]]:
+def calls(backend: str, op: str) -> list[Callable[[], Any]]:
     """The op on the cases of bfloat16 (or of codes) that its kernel serves, those that draw noise left out."""
-    kernel, dtype = kernel_of(op), DTYPES[0] if op in ONE_DTYPE else "bfloat16"
+    kernel, dtype = kernel_of(backend, op), DTYPES[0] if op in ONE_DTYPE else "bfloat16"
     found = [case for case in cases(op, dtype, "contiguous", GPU) if kernel.supports(*case.args.values())]
     return [
         lambda args=tuple(case.args.values()): kernel.call(*args)
@@ -69,9 +70,9 @@ def assert_same(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_on_another_stream(op: str) -> None:
+def test_on_another_stream(backend: str, op: str) -> None:
     """What is launched there waits for what was queued there: a long sleep, then the input's last change."""
-    for call in calls(op):
+    for call in calls(backend, op):
         want, stream = call(), torch.cuda.Stream()
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
@@ -80,8 +81,8 @@ def test_on_another_stream(op: str) -> None:
         assert_same(got, want)
 
 
-def test_a_launch_is_queued_behind_what_its_stream_does() -> None:
-    ops, stream = ops_for("triton", "cuda"), torch.cuda.Stream()
+def test_a_launch_is_queued_behind_what_its_stream_does(backend: str) -> None:
+    ops, stream = ops_for(backend, "cuda"), torch.cuda.Stream()
     x = torch.zeros(64, 256, device=GPU)
     ops.hadamard(x, 16)  # compiled
     torch.cuda.synchronize()
@@ -94,8 +95,8 @@ def test_a_launch_is_queued_behind_what_its_stream_does() -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_from_another_thread(op: str) -> None:
-    ready = calls(op)
+def test_from_another_thread(backend: str, op: str) -> None:
+    ready = calls(backend, op)
     want, got = [call() for call in ready], []
     thread = threading.Thread(target=lambda: got.extend(call() for call in ready))
     thread.start()
@@ -106,15 +107,15 @@ def test_from_another_thread(op: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_a_gpu_that_is_not_the_current_one() -> None:
-    x, ops = torch.randn(64, 256), ops_for("triton", "cuda")
+def test_on_a_gpu_that_is_not_the_current_one(backend: str) -> None:
+    x, ops = torch.randn(64, 256), ops_for(backend, "cuda")
     first, second = (ops.quantize(x.to(f"cuda:{index}"), "int4", "row", 0, "hashed", ()) for index in (0, 1))
     assert torch.equal(first[0].cpu(), second[0].cpu()) and torch.cuda.current_device() == 0
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_in_a_cuda_graph(op: str) -> None:
-    for call in calls(op):
+def test_in_a_cuda_graph(backend: str, op: str) -> None:
+    for call in calls(backend, op):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -130,9 +131,9 @@ def test_in_a_cuda_graph(op: str) -> None:
 @pytest.mark.parametrize("format", ["int4", "int8", "int4.e4m3", "log4", "e4m3", "e5m2"])
 @pytest.mark.parametrize("rounding", ["nearest", "hashed", "pseudo_stochastic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_codes_are_those_of_the_reference(format: str, rounding: str, dtype: torch.dtype) -> None:
+def test_codes_are_those_of_the_reference(backend: str, format: str, rounding: str, dtype: torch.dtype) -> None:
     """Layers as large as real ones, in every granularity, both layouts, one pass and two."""
-    ours, reference = ops_for("triton", "cuda"), ops_for("reference", "cuda")
+    ours, reference = ops_for(backend, "cuda"), ops_for("reference", "cuda")
     for rows, k in ((300, 4100), (65, 20_001)):
         x = (torch.randn(rows, k, device=GPU) * torch.logspace(-3, 3, rows, device=GPU)[:, None]).to(dtype)
         for granularity, group in (("row", 0), ("block", 128), ("token", 0), ("tensor", 0)):
@@ -143,8 +144,8 @@ def test_codes_are_those_of_the_reference(format: str, rounding: str, dtype: tor
                 assert torch.equal(got[0].float(), want[0].float()), (granularity, rows)
 
 
-def test_compiles_without_graph_breaks() -> None:
-    ops = ops_for("triton", "cuda")
+def test_compiles_without_graph_breaks(backend: str) -> None:
+    ops = ops_for(backend, "cuda")
     x = torch.randn(64, 256, device=GPU)
 
     def step(x: Tensor) -> Tensor:
@@ -160,7 +161,9 @@ PRODUCTS = [(256, 192, 4096), (384, 640, 8192), (3072, 768, 26624), (32, 16, 16)
 @pytest.mark.parametrize(("m", "n", "k"), PRODUCTS)
 @pytest.mark.parametrize("codes", ["random", "all largest", "alternating"])
 @pytest.mark.parametrize(("format", "largest"), [("int4.e4m3", 7), ("int8", 127)])
-def test_products_of_codes_are_exact(format: str, largest: int, codes: str, m: int, n: int, k: int) -> None:
+def test_products_of_codes_are_exact(
+    backend: str, format: str, largest: int, codes: str, m: int, n: int, k: int
+) -> None:
     """Bit for bit the integer product, the worst case included, by whatever kernel serves the size."""
     a, b = (torch.randint(-largest, largest + 1, (rows, k), device=GPU, dtype=torch.int8) for rows in (m, n))
     if codes != "random":
@@ -173,13 +176,16 @@ def test_products_of_codes_are_exact(format: str, largest: int, codes: str, m: i
         a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     one = torch.ones(1, 1, device=GPU)
     for dtype in (torch.float32, torch.bfloat16):
-        got = ops_for("triton", "cuda").matmul(a, one.expand(m, 1), 0, b, one, 0, dtype)
+        operands = a, one.expand(m, 1), 0, b, one, 0, dtype
+        if not kernel_of(backend, "matmul").supports(*operands):
+            pytest.skip("left to others")
+        got = ops_for(backend, "cuda").matmul(*operands)
         assert torch.equal(got, want.to(torch.float32).to(dtype))
 
 
-def test_what_is_launched_again_sees_its_own_arguments() -> None:
+def test_what_is_launched_again_sees_its_own_arguments(backend: str) -> None:
     """`start` keeps compiled kernels by what they were specialized on: sizes, alignment and dtype may change between calls."""
-    ops, reference = ops_for("triton", "cuda"), ops_for("reference", "cuda")
+    ops, reference = ops_for(backend, "cuda"), ops_for("reference", "cuda")
     store = torch.randn(3 * 65 * 129 + 1, device=GPU).bfloat16()
     for offset, rows, k in [(0, 64, 128), (0, 65, 129), (1, 64, 128), (0, 1, 128), (1, 65, 1), (0, 64, 128)]:
         x = store[offset : offset + rows * k].view(rows, 1, k)
@@ -191,13 +197,13 @@ def test_what_is_launched_again_sees_its_own_arguments() -> None:
 
 
 @pytest.mark.parametrize("samples, length, outputs", [(1, 512, 256), (8, 197, 384), (64, 5, 128), (3, 49, 1000)])
-def test_the_largest_code_is_never_passed(samples: int, length: int, outputs: int) -> None:
+def test_the_largest_code_is_never_passed(backend: str, samples: int, length: int, outputs: int) -> None:
     """Codes are not clamped: the maximum and the codes come from the same arithmetic."""
     g = torch.randn(samples, length, outputs, device=GPU, dtype=torch.bfloat16) * 100
     g[..., ::7] = 3.0
     row, column = (16, range(16), ()), (16, range(8), (), 0, "pad", None)
     how = "row", 0, "hashed", ()
-    i, _, w, _, bias = ops_for("triton", "cuda").grad_output_operands(
+    i, _, w, _, bias = ops_for(backend, "cuda").grad_output_operands(
         g, *row, "int4.e4m3", *how, *column, "int8", *how, True
     )
     assert i.float().abs().max() == 7 and w.int().abs().max() == 127
@@ -212,12 +218,15 @@ BLOCKS_BY_TILES = [
 
 
 @pytest.mark.parametrize(("m", "n", "k"), BLOCKS_BY_TILES)
-def test_blocks_by_tiles(m: int, n: int, k: int) -> None:
+def test_blocks_by_tiles(backend: str, m: int, n: int, k: int) -> None:
     """4-bit codes with a scale a row and 128 columns, by tiles of 128: the library's product where it fits, or ours. The library
     reads rows of tiles in whole fours, and columns of rows too: K / 128 and m that are none of these are the trap."""
     a, b = (torch.randint(-7, 8, (rows, k), device=GPU).to(torch.float8_e4m3fn) for rows in (m, n))
     a_scale, b_scale = torch.rand(m, k // 128, device=GPU) + 0.1, torch.rand(-(-n // 128), k // 128, device=GPU) + 0.1
-    got = ops_for("triton", "cuda").matmul(a, a_scale, 128, b, b_scale, 128, torch.bfloat16)
+    operands = a, a_scale, 128, b, b_scale, 128, torch.bfloat16
+    if not kernel_of(backend, "matmul").supports(*operands):
+        pytest.skip("left to others")
+    got = ops_for(backend, "cuda").matmul(*operands)
     wide = [
         codes.double()
         * scale.double()
@@ -227,3 +236,36 @@ def test_blocks_by_tiles(m: int, n: int, k: int) -> None:
     ]
     want = wide[0] @ wide[1].T
     assert ((got.double() - want).norm() / want.norm()).item() < 3e-3
+
+
+class Backward(torch.autograd.Function):
+    """The identity, whose backward is an op: it runs in a thread of autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.op = op
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return ctx.op(g), None
+
+
+def test_in_autograds_threads(backend: str) -> None:
+    ops, x = ops_for(backend, "cuda"), torch.randn(64, 256, device=GPU, requires_grad=True)
+    g, stream = torch.randn(64, 256, device=GPU), torch.cuda.Stream()
+    for context in (torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.stream(stream)):
+        x.grad = None
+        stream.wait_stream(torch.cuda.current_stream())
+        with context:
+            Backward.apply(x, lambda g: ops.hadamard(g, 32)).backward(g)
+        torch.cuda.synchronize()
+        assert x.grad is not None and torch.equal(x.grad, ops.hadamard(g, 32))
+
+
+def test_torchs_device_and_stream_stay(backend: str) -> None:
+    stream, x = torch.cuda.Stream(), torch.randn(64, 256, device=f"cuda:{torch.cuda.device_count() - 1}")
+    with torch.cuda.stream(stream):
+        ops_for(backend, "cuda").hadamard(x, 16)
+        assert torch.cuda.current_stream() == stream and torch.cuda.current_device() == stream.device_index
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
