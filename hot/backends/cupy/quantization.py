@@ -18,13 +18,11 @@ from hot.backends.layouts import cdiv, power_of_2
 from hot.backends.ops import FLOAT8, bits_of, code_dtype, is_tiled, scale_shape
 from hot.backends.table import register_kernel
 
-LAYOUT, DEQUANTIZE = "@5Q7qd3i", "@3Q8q2i"
+LAYOUT, DEQUANTIZE = "@5Q7qd3i", "@3Q8q3i"
 """Of struct Quantize and struct Dequantize."""
 MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 ROOM = 96 * 1024
 """Bytes of shared memory that every chip gives a program."""
-WHOLE_ROW = 2**62
-"""More columns than any row has."""
 
 
 class Team(NamedTuple):
@@ -199,13 +197,13 @@ def dequantize(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> 
     codes = codes if codes.stride(1) == 1 or k == 1 else codes.contiguous()
     row_step = codes.stride(0) if rows > 1 else 0
     steps = [stride if size > 1 else 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)]
-    down, wide = group if is_tiled(codes, scale, group) else 1, group or (1 if steps[1] else WHOLE_ROW)
+    down, wide = group if is_tiled(codes, scale, group) else 1, group or int(scale.shape[1] > 1)
     chunk = 16 // out.element_size()
     with on_device(codes):
         _dequantize_kernel(dtype, MANTISSA.get(codes.dtype, 0))(
             min(cdiv(rows * cdiv(k, chunk), 256), 2**30), 256,
             codes.data_ptr(), scale.data_ptr(), out.data_ptr(), rows, k, row_step, 1, down, wide, *steps,
-            fits(codes, chunk, row_step), fits(out, chunk, k),
+            fits(codes, chunk, row_step), fits(out, chunk, k), wide % chunk == 0,
         )  # fmt: skip
     return out
 
