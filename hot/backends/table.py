@@ -54,12 +54,14 @@ class Op:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One op on one backend. ``supports`` takes the op's arguments and says whether this kernel serves them."""
+    """One op on one backend. ``supports`` takes the op's arguments and says whether this kernel serves them; under ``auto``
+    the kernel of the highest ``priority`` is asked first."""
 
     op: str
     backend: str
     call: Callable[..., Any]
     supports: Callable[..., bool]
+    priority: int | None = None  # its backend's
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,12 @@ def register_backend(backend: Backend) -> Backend:
 
 
 def register_kernel(
-    op: str, *, backend: str, supports: Callable[..., bool] | None = None
+    op: str, *, backend: str, supports: Callable[..., bool] | None = None, priority: int | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: attach a kernel for a declared op to a backend. Returns the function unchanged.
 
     ``supports(*args)`` gets the op's arguments and returns whether the kernel serves them; without it, it serves all.
+    ``priority``: in place of the backend's, where this kernel is faster or slower than another backend's by measurement.
     Raises HotError for an unknown op, or if that backend has a kernel for the op already.
     """
     if op not in OPS:
@@ -128,7 +131,7 @@ def register_kernel(
         if f"{backend}.{op}" in kernels:  # before the custom op of the first one is replaced
             raise HotError(f"backend {backend!r} has a kernel for op {op!r} already")
         call = function if backend == REFERENCE else _custom_op(op, backend, function)
-        kernels.register(f"{backend}.{op}")(Kernel(op, backend, call, supports or _serves_all))
+        kernels.register(f"{backend}.{op}")(Kernel(op, backend, call, supports or _serves_all, priority))
         _ready.clear()
         return function
 
@@ -166,7 +169,10 @@ class Ops:
     def __init__(self, backend: str, device: str, chain: tuple[str, ...]) -> None:
         self.backend, self.device = backend, device
         self.float8 = bool(chain) and backends[chain[0]].float8()
-        self.kernels = {op: tuple(kernels[f"{name}.{op}"] for name in chain if f"{name}.{op}" in kernels) for op in OPS}
+        self.kernels: dict[str, tuple[Kernel, ...]] = {}
+        for op in OPS:
+            found = [kernels[f"{name}.{op}"] for name in chain if f"{name}.{op}" in kernels]
+            self.kernels[op] = tuple(sorted(found, key=_priority, reverse=True))
         for op in OPS:
             setattr(self, op, self._caller(op))
 
@@ -191,6 +197,10 @@ class Ops:
     def serving(self, op: str) -> str:
         """Which backend's kernel is tried first for an op, or ``composition``: for tables."""
         return self.kernels[op][0].backend if self.kernels[op] else "composition"
+
+
+def _priority(kernel: Kernel) -> int:
+    return backends[kernel.backend].priority if kernel.priority is None else kernel.priority
 
 
 _ready: dict[tuple[str, str], Ops] = {}

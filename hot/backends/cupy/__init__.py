@@ -60,4 +60,4 @@ def float8() -> bool:
 
 def load() -> None:
     """Import the modules that register the kernels."""
-    from hot.backends.cupy import packing, products, quantization, transforms  # noqa: F401
+    from hot.backends.cupy import fused, packing, products, quantization, transforms  # noqa: F401
