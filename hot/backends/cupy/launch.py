@@ -60,13 +60,13 @@ class Kernel:
         loaded = self._loaded.get(device)
         if loaded is None:
             loaded = self._load(device)
-        if shared > loaded.shared:
-            loaded.allow(shared)
         x, y, z = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
         tx, ty, tz = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
         # the driver wants the address of a table of the parameters' addresses, and copies them before it returns
         table = ctypes.c_char_p(self._pack(*values))
         try:
+            if shared > loaded.shared:
+                loaded.allow(shared)
             loaded.launch(
                 loaded.function, x, y, z, tx, ty, tz, shared, _current_stream(device), ctypes.addressof(table), 0
             )
@@ -84,10 +84,13 @@ class Kernel:
     def _load(self, device: int) -> _Loaded:
         with _lock:
             if device not in self._loaded:
-                torch.cuda.init()
-                code = compiled(self.source, self.name, size_of(self.layout), torch.cuda.get_device_capability(device))
-                with _harmless_to_captures():
-                    self._loaded[device] = _Loaded(code.name, code.image)
+                chip = torch.cuda.get_device_capability(device)
+                code = compiled(self.source, self.name, size_of(self.layout), chip)
+                try:
+                    with _harmless_to_captures():
+                        self._loaded[device] = _Loaded(code.name, code.image)
+                except RuntimeError as error:
+                    raise BackendError(f"{self} was not loaded: {error}") from error
         return self._loaded[device]
 
 
@@ -112,12 +115,7 @@ class _Loaded:
     def allow(self, shared: int) -> None:
         """Let the kernel have so many bytes of dynamic shared memory."""
         attribute = self.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        try:
-            self.driver.funcSetAttribute(self.function, attribute, shared)
-        except RuntimeError as error:
-            raise BackendError(
-                f"{shared} bytes of shared memory are more than this chip gives a block: {error}"
-            ) from error
+        self.driver.funcSetAttribute(self.function, attribute, shared)
         self.shared = shared
 
     def enter(self) -> bool:
@@ -126,10 +124,6 @@ class _Loaded:
             return False
         self.driver.ctxSetCurrent(self.context)
         return True
-
-    def attribute(self, name: str) -> int:
-        """A fact about the kernel by the driver's name for it, such as ``NUM_REGS`` or ``LOCAL_SIZE_BYTES``."""
-        return self.driver.funcGetAttribute(getattr(self.driver, f"CU_FUNC_ATTRIBUTE_{name}"), self.function)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from hot.backends.layouts import cdiv, power_of_2
 from hot.backends.ops import FLOAT8, bits_of, code_dtype, is_tiled, scale_shape
 from hot.backends.table import register_kernel
 
-LAYOUT, DEQUANTIZE = "@5Q7qd3i", "@3Q8q3i"
+LAYOUT, DEQUANTIZE = "@5Q8qd3i", "@3Q8q3i"
 """Of struct Quantize and struct Dequantize."""
 MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 ROOM = 96 * 1024
@@ -161,8 +161,8 @@ def _largest(matrix: Matrix, granularity: str, scale: Tensor) -> Tensor:
     programs = min(cdiv(units, 8), 16 * multiprocessors(x.device))
     _largest_kernel(x.dtype, each, matrix.innermost)(
         programs, 256,
-        x.data_ptr(), 0, 0, 0, top.data_ptr(), *matrix.x.shape, *matrix.steps, matrix.span, strips, matrix.down,
-        0.0, 0, matrix.steps[1] == 1 and matrix.dense(x, matrix.steps[0]), 0,
+        x.data_ptr(), 0, 0, 0, top.data_ptr(), *matrix.x.shape, *matrix.steps, matrix.span, matrix.runs, strips,
+        matrix.down, 0.0, 0, matrix.steps[1] == 1 and matrix.dense(x, matrix.steps[0]), 0,
     )  # fmt: skip
     return top
 
@@ -177,7 +177,7 @@ def _launch(
     _quantize_kernel(x.dtype, format, rounding, scales, team, matrix.innermost)(
         programs, team.threads,
         x.data_ptr(), codes.data_ptr(), scale.data_ptr(), random.data_ptr(), top.data_ptr(),
-        rows, k, *matrix.steps, matrix.span, strips, matrix.down, _largest_code(format),
+        rows, k, *matrix.steps, matrix.span, matrix.runs, strips, matrix.down, _largest_code(format),
         tile, matrix.steps[1] == 1 and matrix.dense(x, matrix.steps[0]), matrix.dense(codes, k),
         shared=_shared(team, x.element_size(), tile) if tile or team.w > 32 else 0,
     )  # fmt: skip

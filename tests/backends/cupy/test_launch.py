@@ -75,7 +75,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(launch, "_current_stream", lambda device: 50 + device)
     monkeypatch.setattr(launch, "_harmless_to_captures", nullcontext)
     monkeypatch.setattr(launch, "compiled", lambda source, name, size, capability: Code("mangled", b"code"))
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return made
 

@@ -19,6 +19,7 @@ struct Quantize {
     void* top;            // the largest magnitudes as bits, of the shape of scale: 32 of them, 64 for double
     long long rows, k, row_step, column_step;
     long long span;    // columns of a run
+    long long runs;    // of a row
     long long strips;  // pieces of a run
     long long down;    // rows that share a scale
     double limit;      // the largest code
@@ -29,7 +30,7 @@ struct Quantize {
 template <class C>
 using Bits = decltype(magnitude_bits(C()));
 
-// The largest of a team's numbers, for all of its threads; a team is a part of a warp, or the whole program. room: a number a warp.
+// The largest of a team's numbers, for all of its threads; a team is a part of a warp or the whole program. room: one a warp.
 template <int W, class B>
 __device__ inline B largest_of(B top, B* room) {
 #pragma unroll
@@ -46,6 +47,12 @@ __device__ inline B largest_of(B top, B* room) {
     return top;
 }
 
+// The first column of strip `at` of a row.
+template <Scales SCALES>
+__device__ inline long long left_of(const Quantize& p, long long at, int columns) {
+    return SCALES == OWN ? at * p.span : at / p.strips * p.span + at % p.strips * columns;
+}
+
 // Strip `at` of a row, by one team. x: its first column, neighbours `step` apart. An invalid row reads and writes nothing.
 template <class T, Kind KIND, int MANTISSA, Rounding ROUNDING, Scales SCALES, int W, int E>
 __device__ inline void quantize(
@@ -54,9 +61,8 @@ __device__ inline void quantize(
     using C = computed<T>;
     constexpr int V = CHUNK<T>;
     const int t = threadIdx.x % W;
-    const long long run = SCALES == OWN ? at : at / p.strips, strip = SCALES == OWN ? 0 : at % p.strips;
-    const long long left = run * p.span + strip * W * E;
-    const long long count = valid ? least(p.k - left, p.span - strip * W * E) : 0;
+    const long long run = SCALES == OWN ? at : at / p.strips, left = left_of<SCALES>(p, at, W * E);
+    const long long count = valid ? least(p.k, (run + 1) * p.span) - left : 0;
 
     C y[E];
 #pragma unroll
@@ -65,7 +71,7 @@ __device__ inline void quantize(
         load_widened<V>(y + i, x + e * step, step, count - e, dense);
     }
     float scale, factor = 0.0f;
-    const long long group = row / p.down * ceil_div(p.k, p.span) + run;
+    const long long group = (SCALES == OWN ? row : row / p.down) * p.runs + run;
     if (SCALES != TOKEN) {
         Bits<C> top = 0;
         if (SCALES == OWN) {
@@ -76,19 +82,21 @@ __device__ inline void quantize(
             top = static_cast<const Bits<C>*>(p.top)[group];
         }
         scale_of(top, static_cast<C>(p.limit), scale, factor);
-        if (valid && t == 0 && strip == 0 && row % p.down == 0) p.scale[group] = scale;
+        if (valid && t == 0 && left == run * p.span && (SCALES == OWN || row % p.down == 0)) p.scale[group] = scale;
     }
     const unsigned row_place = row_hash(row);
 #pragma unroll
     for (int i = 0; i < E; i += V) {
         const int e = i * W + t * V;
         const long long column = left + e, target = row * p.k + column;
-        const unsigned own = ROUNDING == HASHED ? row_hash(row) : 0;
         unsigned char code[V];
 #pragma unroll
         for (int v = 0; v < V; v += 2) {
             uint2 h = make_uint2(0, 0);
-            if (ROUNDING == HASHED) h = pair_noise(float_bits(y[i + v]), float_bits(y[i + v + 1]), own * column_hash((column + v) / 2));
+            if (ROUNDING == HASHED) {
+                const unsigned place = row_place * column_hash((column + v) / 2);
+                h = pair_noise(float_bits(y[i + v]), float_bits(y[i + v + 1]), place);
+            }
 #pragma unroll
             for (int w = v; w < v + 2; ++w) {
                 if (SCALES == TOKEN && e + w < count) {
@@ -115,11 +123,11 @@ __global__ void __launch_bounds__(W > 256 ? W : 256) quantize_kernel(Quantize p)
     auto* tops = reinterpret_cast<Bits<computed<T>>*>(room);              // of warps
     const T* x = static_cast<const T*>(p.x);
     const int team = threadIdx.x / W;
-    const long long pieces = ceil_div(p.k, p.span) * p.strips;
+    const long long pieces = p.runs * p.strips;
     if (INNERMOST) {  // a tile of rows of one strip
         T* stage = reinterpret_cast<T*>(room + 32 * sizeof(*tops));
         const long long row_tiles = ceil_div(p.rows, p.tile), at = blockIdx.x / row_tiles;
-        const long long first = blockIdx.x % row_tiles * p.tile, left = at / p.strips * p.span + at % p.strips * COLUMNS;
+        const long long first = blockIdx.x % row_tiles * p.tile, left = left_of<SCALES>(p, at, COLUMNS);
         const int r = threadIdx.x % p.tile;
         if (first + r < p.rows) {
             for (int c = threadIdx.x / p.tile; c < COLUMNS && left + c < p.k; c += THREADS / p.tile) {
@@ -134,7 +142,7 @@ __global__ void __launch_bounds__(W > 256 ? W : 256) quantize_kernel(Quantize p)
         }
     } else {  // a strip a team, neighbours as memory has them
         const long long unit = static_cast<long long>(blockIdx.x) * TEAMS + team, row = unit / pieces, at = unit % pieces;
-        const long long left = at / p.strips * p.span + at % p.strips * COLUMNS;
+        const long long left = left_of<SCALES>(p, at, COLUMNS);
         quantize<T, KIND, MANTISSA, ROUNDING, SCALES, W, E>(
             p, row, at, x + row * p.row_step + left * p.column_step, p.column_step, p.dense_input, row < p.rows, tops
         );
@@ -150,8 +158,8 @@ __global__ void __launch_bounds__(256) largest_kernel(Quantize p) {
     auto* tops = static_cast<Bits<C>*>(p.top);
     const T* x = static_cast<const T*>(p.x);
     const int lane = threadIdx.x % 32;
-    const long long runs = ceil_div(p.k, p.span), pieces = runs * p.strips, units = ceil_div(p.rows, R) * pieces;
-    const bool single = p.down >= p.rows && runs == 1;
+    const long long pieces = p.runs * p.strips, units = ceil_div(p.rows, R) * pieces;
+    const bool single = p.down >= p.rows && p.runs == 1;
     Bits<C> top = 0;
     for (long long unit = blockIdx.x * 8ll + threadIdx.x / 32; unit < units; unit += gridDim.x * 8ll) {
         // neighbours as memory has them
@@ -170,7 +178,7 @@ __global__ void __launch_bounds__(256) largest_kernel(Quantize p) {
         for (int i = 0; i < E; ++i) top = magnitude_bits(y[i]) > top ? magnitude_bits(y[i]) : top;
         if (single) continue;
         if (!INNERMOST) top = largest_of<32>(top, tops);
-        Bits<C>* to = tops + row / p.down * runs + run;
+        Bits<C>* to = tops + row / p.down * p.runs + run;
         if ((INNERMOST || lane == 0) && row < p.rows && top > *to) atomicMax(to, top);
         top = 0;
     }

@@ -13,9 +13,9 @@ struct Transform {
     void* out;
     const int* position;       // of each natural coefficient among the chosen, −1: not chosen
     const signed char* signs;  // of a block's columns; null: none
-    long long number;          // rows: row r at (r % fast)·stride + (r / fast)·far, columns `step` apart; out's are dense
+    long long number;          // rows: row r at (r % fast)·stride + (r / fast)·far, columns `step` apart; of out, dense
     long long fast, stride, far, step, out_stride, out_far;
-    long long first, last;  // columns in natural order that have blocks; from `first` on stand the coefficients of the other side
+    long long first, last;  // columns in natural order that have blocks; coefficients, too, stand from `first` on
     long long blocks;
     double gain;
     int rank;                       // coefficients of a block on the other side: N where nothing is MAPPED
