@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,11 +41,14 @@ def specimen(kernel: Any, pointers: dict[str, str], **constants: Any) -> Specime
 
 
 INTERPRETED = interpreted()
+Config = dict[str, int]
+Made = TypeVar("Made")
 
 
 class Launch:
     """``kernel[(programs,)](*tensors, *numbers, **constants)``, again and again, for a fraction of what Triton's own launch
-    costs the host: all that it specializes on is settled but for the device and the tensors' alignment.
+    costs the host: all that it specializes on is settled but for the device and the tensors' alignment, and what it compiled
+    is run with bare pointers, on torch's current stream. Triton's launch hooks see the first launch only.
 
     A kernel's parameters stand in this order: tensors (or descriptors of tiles), of the same dtypes at every call, then
     numbers, then constexprs. constants: the constexprs and the launch options.
@@ -60,9 +63,24 @@ class Launch:
         if INTERPRETED:
             self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
             return
-        key = torch.cuda.current_device(), *[t.data_ptr() % 16 for t in tensors if isinstance(t, Tensor)]
-        found = self._compiled.get(key)
+        device = torch.cuda.current_device()
+        given = [t.data_ptr() if isinstance(t, Tensor) else t for t in tensors]
+        found = self._compiled.get(key := (device, *[p % 16 for p in given if type(p) is int]))
         if found is None:
             self._compiled[key] = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
-        else:
-            found[self.grid](*tensors, *self._tail)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        found.run(*self.grid, stream, found.function, found.packed_metadata, None, None, None, *given, *self._tail)
+
+
+def by_settings(make: Callable[[Config], Made]) -> Callable[[Config], Made]:
+    """``make(settings)``, kept for each settings of a family: there are few, and each stays the same object."""
+    kept: dict[int, tuple[Config, Made]] = {}
+
+    def get(settings: Config) -> Made:
+        found = kept.get(id(settings))
+        if found is None:  # with the settings, so that their id stays theirs
+            found = kept[id(settings)] = settings, make(settings)
+        return found[1]
+
+    return get

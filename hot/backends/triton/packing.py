@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import cdiv, on_device, specimen, tile
+from hot.backends.triton.launch import Launch, by_settings, cdiv, on_device, specimen, tile
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 
@@ -74,15 +77,23 @@ def unpack4(packed: Tensor, length: int) -> Tensor:
 
 
 def _run(way: str, source: Tensor, target: Tensor, k: int) -> None:
-    kernel, rows = pack_kernel if way == "pack" else unpack_kernel, source.shape[0]
-
-    def run(config: Config) -> None:
-        r, c = tile(rows, k, config["ELEMENTS"], False)
-        grid = (cdiv(rows, r) * cdiv(k, c),)
-        kernel[grid](source, target, rows, k, -(-k // 2), *source.stride(), R=r, C=c, num_warps=config["num_warps"])
-
+    key, launches = _launches(way, source.shape[0], k, *source.stride())
     with on_device(source):
-        launch(PACK, (way, bucket(k)), source.device, run)
+        launch(PACK, key, source.device, lambda settings: launches(settings)(source, target))
+
+
+@lru_cache(maxsize=4096)
+def _launches(
+    way: str, rows: int, k: int, stride_row: int, stride_column: int
+) -> tuple[Key, Callable[[Config], Launch]]:
+    """The shape class of one size, and its launch by settings."""
+    kernel, numbers = pack_kernel if way == "pack" else unpack_kernel, (rows, k, cdiv(k, 2), stride_row, stride_column)
+
+    def make(settings: Config) -> Launch:
+        r, c = tile(rows, k, settings["ELEMENTS"], False)
+        return Launch(kernel, cdiv(rows, r) * cdiv(k, c), numbers, R=r, C=c, num_warps=settings["num_warps"])
+
+    return (way, bucket(k)), by_settings(make)
 
 
 SPECIMENS = [

@@ -6,7 +6,8 @@ C columns of one run. `groups_kernel` holds whole runs; else `largest_kernel` fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +19,17 @@ from hot.backends.ops import code_dtype, is_tiled, scale_shape
 from hot.backends.table import register_kernel
 from hot.backends.triton import rounding
 from hot.backends.triton.encoding import MANTISSA, coding, encode
-from hot.backends.triton.launch import FLOATS, Specimen, cdiv, on_device, power_of_2, specimen, tile
+from hot.backends.triton.launch import (
+    FLOATS,
+    Launch,
+    Specimen,
+    by_settings,
+    cdiv,
+    on_device,
+    power_of_2,
+    specimen,
+    tile,
+)
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 LARGEST_TILE, NEAR_ROWS = 2**14, 16
@@ -159,9 +170,9 @@ QUANTIZE, DEQUANTIZE = (family(name, _default, _candidates) for name in ("quanti
 """Shape class: class of the run's length, rows innermost or not, dtype, format or the second dtype, one pass or two."""
 
 
-def _innermost(x: Tensor) -> bool:
+def _innermost(rows: int, strides: tuple[int, ...]) -> bool:
     """Whether neighbouring rows are nearer in memory than neighbouring columns."""
-    return x.shape[0] > 1 and 0 < x.stride(0) < x.stride(1)
+    return rows > 1 and 0 < strides[0] < strides[1]
 
 
 def _whole(rows: int, span: int, elements: int, innermost: bool) -> tuple[int, int]:
@@ -176,42 +187,75 @@ def _supports(x: Tensor, format: str, granularity: str, group: int, rounding: st
     return x.dtype in FLOATS and not clip and not split_pairs and granularity != "tile"
 
 
+class _Quantization:
+    """`quantize` of one size: its launches, by their settings."""
+
+    def __init__(
+        self, rows: int, k: int, strides: tuple[int, ...], dtype: torch.dtype,
+        format: str, granularity: str, group: int, rounding: str,
+    ) -> None:  # fmt: skip
+        self.rows, self.k, self.per = rows, k, "row" if granularity == "block" else granularity
+        self.span = min(group, k) if granularity == "block" else k
+        self.numbers = rows, k, self.span, *strides
+        self.room = (rows, k), code_dtype(format)
+        self.scales, self.noisy = scale_shape(rows, k, granularity, group), rounding == "stochastic"
+        self.innermost = _innermost(rows, strides)
+        self.one_pass = (
+            self.per == "row" and power_of_2(self.span) * (NEAR_ROWS if self.innermost else 1) <= LARGEST_TILE
+        )
+        self.top = torch.int64 if dtype == torch.float64 else torch.int32
+        self.given = {"ROUNDING": rounding, **coding(format)._asdict()}
+        passes = "one pass" if self.one_pass else "two passes"
+        self.key: Key = (bucket(self.span), "rows" if self.innermost else "columns", str(dtype), format, passes)
+        self.launches = by_settings(self._launches)
+
+    def _launches(self, settings: Config) -> tuple[Launch, ...]:
+        """That of `groups_kernel`, or those of the two passes."""
+        r, c = (_whole if self.one_pass else tile)(self.rows, self.span, settings["ELEMENTS"], self.innermost)
+        programs = cdiv(self.rows, r) * cdiv(self.k, self.span) * cdiv(self.span, c)
+        # no fusion: every operation is rounded by itself, as the reference's are
+        how = {"num_warps": settings["num_warps"], "enable_fp_fusion": False}
+        tiles = {"R": r, "C": c, "INNERMOST": self.innermost}
+        if self.one_pass:
+            return (Launch(groups_kernel, programs, self.numbers, **how, **tiles, **self.given),)
+        return (
+            Launch(largest_kernel, programs, self.numbers, **how, **tiles, PER=self.per),
+            Launch(codes_kernel, programs, self.numbers, **how, **tiles, PER=self.per, **self.given),
+        )
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype = self.room
+        codes = torch.empty(shape, dtype=dtype, device=x.device)
+        scale = torch.empty(self.scales, dtype=torch.float32, device=x.device)
+        random = torch.rand(shape, dtype=torch.float32, device=x.device) if self.noisy else scale
+        bytes = codes.view(torch.uint8)
+
+        def run(settings: Config) -> None:
+            *first, last = self.launches(settings)
+            if not first:
+                last(x, bytes, scale, random)
+                return
+            top = torch.zeros(self.scales, dtype=self.top, device=x.device)
+            first[0](x, top)
+            last(x, bytes, scale, random, top)
+
+        with on_device(x):
+            launch(QUANTIZE, self.key, x.device, run)
+        return codes, scale
+
+
+_quantization = lru_cache(maxsize=4096)(_Quantization)
+
+
 @register_kernel("quantize", backend="triton", supports=_supports)
 def quantize(
     x: Tensor, format: str, granularity: str, group: int, rounding: str, clip: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    rows, k = x.shape
-    codes = torch.empty((rows, k), dtype=code_dtype(format), device=x.device)
-    scale = torch.empty(scale_shape(rows, k, granularity, group), dtype=torch.float32, device=x.device)
     if not x.numel():
-        return codes, scale.fill_(torch.finfo(torch.float32).tiny)
-    random = torch.rand((rows, k), dtype=torch.float32, device=x.device) if rounding == "stochastic" else scale
-    per = "row" if granularity == "block" else granularity
-    span = min(group, k) if granularity == "block" else k
-    innermost = _innermost(x)
-    one_pass = per == "row" and power_of_2(span) * (NEAR_ROWS if innermost else 1) <= LARGEST_TILE
-    top = random
-    if not one_pass:
-        top = torch.zeros(scale.shape, dtype=torch.int64 if x.dtype == torch.float64 else torch.int32, device=x.device)
-    given: dict[str, Any] = {"ROUNDING": rounding, "INNERMOST": innermost, **coding(format)._asdict()}
-    shape = rows, k, span, x.stride(0), x.stride(1)
-
-    def run(config: Config) -> None:
-        r, c = (_whole if one_pass else tile)(rows, span, config["ELEMENTS"], innermost)
-        grid = (cdiv(rows, r) * cdiv(k, span) * cdiv(span, c),)
-        # no fusion: every operation is rounded by itself, as the reference's are
-        how = {"R": r, "C": c, "num_warps": config["num_warps"], "enable_fp_fusion": False}
-        if one_pass:
-            groups_kernel[grid](x, codes.view(torch.uint8), scale, random, *shape, **how, **given)
-        else:
-            largest_kernel[grid](x, top, *shape, **how, INNERMOST=innermost, PER=per)
-            codes_kernel[grid](x, codes.view(torch.uint8), scale, random, top, *shape, **how, PER=per, **given)
-
-    passes = "one pass" if one_pass else "two passes"
-    key = bucket(span), "rows" if innermost else "columns", str(x.dtype), format, passes
-    with on_device(x):
-        launch(QUANTIZE, key, x.device, run)
-    return codes, scale
+        codes = torch.empty(x.shape, dtype=code_dtype(format), device=x.device)
+        shape = scale_shape(x.shape[0], x.shape[1], granularity, group)
+        return codes, torch.full(shape, torch.finfo(torch.float32).tiny, dtype=torch.float32, device=x.device)
+    return _quantization(*x.shape, x.stride(), x.dtype, format, granularity, group, rounding)(x)
 
 
 def _serves(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> bool:
@@ -224,22 +268,31 @@ def dequantize(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> 
     out = torch.empty((rows, k), dtype=dtype, device=codes.device)
     if not out.numel():
         return out
-    mantissa, innermost = MANTISSA.get(codes.dtype, 0), _innermost(codes)
-    source = codes.view(torch.uint8) if mantissa else codes
+    source = codes.view(torch.uint8) if codes.dtype in MANTISSA else codes
+    steps = tuple(stride if size > 1 else 0 for size, stride in zip(scale.shape, scale.stride(), strict=True))
     per = "row" if scale.shape[1] == 1 and group == 0 else "column"
-    steps = [stride if size > 1 else 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)]
+    key, launches = _dequantizations(rows, k, codes.stride(), steps, group, per, codes.dtype, dtype)
+    with on_device(codes):
+        launch(DEQUANTIZE, key, codes.device, lambda settings: launches(settings)(source, scale, out))
+    return out
 
-    def run(config: Config) -> None:
-        r, c = tile(rows, k, config["ELEMENTS"], innermost)
-        dequantize_kernel[(cdiv(rows, r) * cdiv(k, c),)](
-            source, scale, out, rows, k, max(group, 1), *source.stride(), *steps,
-            R=r, C=c, INNERMOST=innermost, M=mantissa, PER=per, num_warps=config["num_warps"],
+
+@lru_cache(maxsize=4096)
+def _dequantizations(
+    rows: int, k: int, strides: tuple[int, ...], steps: tuple[int, ...], group: int, per: str,
+    codes: torch.dtype, dtype: torch.dtype,
+) -> tuple[Key, Callable[[Config], Launch]]:  # fmt: skip
+    """The shape class of one size, and its launch by settings."""
+    innermost = _innermost(rows, strides)
+
+    def make(settings: Config) -> Launch:
+        r, c = tile(rows, k, settings["ELEMENTS"], innermost)
+        return Launch(
+            dequantize_kernel, cdiv(rows, r) * cdiv(k, c), (rows, k, max(group, 1), *strides, *steps),
+            R=r, C=c, INNERMOST=innermost, M=MANTISSA.get(codes, 0), PER=per, num_warps=settings["num_warps"],
         )  # fmt: skip
 
-    key = bucket(k), "rows" if innermost else "columns", str(codes.dtype), str(dtype)
-    with on_device(codes):
-        launch(DEQUANTIZE, key, codes.device, run)
-    return out
+    return (bucket(k), "rows" if innermost else "columns", str(codes), str(dtype)), by_settings(make)
 
 
 _CODED = {"codes": "*u8", "scale": "*fp32", "random": "*fp32"}

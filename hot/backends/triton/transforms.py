@@ -6,7 +6,8 @@ goes through a table of positions. Every element is read once and written once, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -16,7 +17,17 @@ from torch import Tensor
 from hot.backends.layouts import positions
 from hot.backends.ops import compute_dtype, projected_length
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import FLOATS, Specimen, cdiv, on_device, rows_of, specimen, tile
+from hot.backends.triton.launch import (
+    FLOATS,
+    Launch,
+    Specimen,
+    by_settings,
+    cdiv,
+    on_device,
+    rows_of,
+    specimen,
+    tile,
+)
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 from hot.hadamard import is_power_of_two
 
@@ -106,28 +117,40 @@ def _run(
             out[..., at : at + n or None].copy_(x[..., at : at + n or None])
     if blocks and x.numel():
         rank = len(rows) if draw is None else draw.shape[0]
-        view = rows_of(x, out.shape[-1])
-        key = block, bucket(length), "rows" if view.innermost else "columns", str(x.dtype)
-
-        def run(config: Config) -> None:
-            r, columns = tile(view.number, blocks * block, config["ELEMENTS"], view.innermost)
-            columns = max(columns, block)
-            r = max(min(r, config["ELEMENTS"] // columns), 1)
-            row_tiles, b = cdiv(view.number, r), columns // block
-            position, sign = positions(block, rows, signs, draw, x.device)
-            mapped = draw is not None or tuple(rows) != tuple(range(block))
-            transform_kernel[(row_tiles * cdiv(blocks, b),)](
-                view.x, out, position, sign,
-                view.number, view.fast, view.stride, view.far, view.step, view.out_stride, view.out_far,
-                prefix, length - kept, blocks, row_tiles, rank,
-                GAIN=(block if draw is None else rank) ** -0.5, N=block, BITS=block.bit_length() - 1, R=r, B=b,
-                EXPAND=expand, MAPPED=mapped, SIGNED=bool(signs), INNERMOST=view.innermost,
-                EVEN=view.fast == view.number, num_warps=config["num_warps"],
-            )  # fmt: skip
-
+        mapped = draw is not None or tuple(rows) != tuple(range(block))
+        x, *places = rows_of(x, out.shape[-1])
+        position, sign = positions(block, rows, signs, draw, x.device)
+        gain = (block if draw is None else rank) ** -0.5
+        key, launches = _launches(
+            tuple(places), x.dtype, prefix, length - kept, block, rank, gain, expand, mapped, bool(signs)
+        )
         with on_device(x):
-            launch(TRANSFORM, key, x.device, run)
+            launch(TRANSFORM, key, x.device, lambda settings: launches(settings)(x, out, position, sign))
     return out
+
+
+@lru_cache(maxsize=4096)
+def _launches(
+    places: tuple[int, ...], dtype: torch.dtype, first: int, last: int, block: int, rank: int, gain: float,
+    expand: bool, mapped: bool, signed: bool,
+) -> tuple[Key, Callable[[Config], Launch]]:  # fmt: skip
+    """The shape class of one size, and its launch by settings. places: where the rows lie, as of `Rows`."""
+    number, fast, stride, far, step, out_stride, out_far, innermost = places
+    blocks = cdiv(last - first, block)
+
+    def make(settings: Config) -> Launch:
+        r, columns = tile(number, blocks * block, settings["ELEMENTS"], bool(innermost))
+        columns = max(columns, block)
+        r = max(min(r, settings["ELEMENTS"] // columns), 1)
+        row_tiles, b = cdiv(number, r), columns // block
+        return Launch(
+            transform_kernel, row_tiles * cdiv(blocks, b),
+            (number, fast, stride, far, step, out_stride, out_far, first, last, blocks, row_tiles, rank),
+            GAIN=gain, N=block, BITS=block.bit_length() - 1, R=r, B=b, EXPAND=expand, MAPPED=mapped, SIGNED=signed,
+            INNERMOST=innermost, EVEN=fast == number, num_warps=settings["num_warps"],
+        )  # fmt: skip
+
+    return (block, bucket(last), "rows" if innermost else "columns", str(dtype)), by_settings(make)
 
 
 def _serves(x: Tensor, block: int, rows: Sequence[int]) -> bool:

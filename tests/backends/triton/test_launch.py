@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from hot.backends.triton import launch
-from hot.backends.triton.launch import Launch, cdiv, power_of_2
+from hot.backends.triton.launch import Launch, by_settings, cdiv, power_of_2
 
 
 class Kernel:
@@ -35,11 +35,16 @@ class Kernel:
 
 
 class Compiled:
+    """What Triton compiled: it is run on a stream, without hooks, with what the kernel was bound to."""
+
+    function, packed_metadata = "a function", "metadata"
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args: self.kernel.relaunched.append((grid, *args))
+    def run(self, x: int, y: int, z: int, stream: int, function: str, metadata: str, *given: Any) -> None:
+        assert (stream, function, metadata, given[:3]) == (7, "a function", "metadata", (None, None, None))
+        self.kernel.relaunched.append(((x, y, z), *given[3:]))
 
 
 def function(x: Any, out: Any, rows: int, columns: int, SECOND: int, FIRST: int) -> None:
@@ -50,6 +55,7 @@ def function(x: Any, out: Any, rows: int, columns: int, SECOND: int, FIRST: int)
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
 
 
 def test_the_second_launch_gets_what_the_first_was_bound_to() -> None:
@@ -58,7 +64,16 @@ def test_the_second_launch_gets_what_the_first_was_bound_to() -> None:
     x, out = torch.zeros(4), torch.zeros(4)
     run(x, out)
     run(x, out)
-    assert kernel.bound == kernel.relaunched == [((7, 1, 1), x, out, 3, 4, 2, 1)]
+    assert kernel.bound == [((7, 1, 1), x, out, 3, 4, 2, 1)]
+    assert kernel.relaunched == [((7, 1, 1), x.data_ptr(), out.data_ptr(), 3, 4, 2, 1)]
+
+
+def test_descriptors_go_as_they_are() -> None:
+    kernel, descriptor, out = Kernel(function), object(), torch.zeros(4)
+    run = Launch(kernel, 7, (3, 4), FIRST=1, SECOND=2)
+    run(descriptor, out)
+    run(descriptor, out)
+    assert kernel.relaunched == [((7, 1, 1), descriptor, out.data_ptr(), 3, 4, 2, 1)]
 
 
 def test_another_alignment_or_device_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,14 +87,21 @@ def test_another_alignment_or_device_compiles_again(monkeypatch: pytest.MonkeyPa
     assert len(kernel.bound) == 4 and not kernel.relaunched
 
 
-@pytest.mark.parametrize("module", ["fused", "products"])
+@pytest.mark.parametrize("module", ["fused", "products", "packing", "quantization", "transforms"])
 def test_kernels_take_tensors_then_numbers_then_constants(module: str) -> None:
-    for kernel, types, constants in importlib.import_module(f"hot.backends.triton.{module}").SPECIMENS:
+    for kernel, types, _ in importlib.import_module(f"hot.backends.triton.{module}").SPECIMENS:
         kinds = [
-            2 if name in constants else int(not types[name].startswith(("*", "tensordesc")))
+            2 if name.isupper() else int(name not in types or not types[name].startswith(("*", "tensordesc")))
             for name in kernel.arg_names
         ]
         assert kinds == sorted(kinds), kernel.__name__
+
+
+def test_what_settings_make_is_made_once() -> None:
+    made: list[dict[str, int]] = []
+    get = by_settings(lambda settings: made.append(settings) or len(made))  # type: ignore[func-returns-value]
+    one, same = {"C": 1}, {"C": 1}
+    assert [get(one), get(same), get(one), get(same)] == [1, 2, 1, 2] and made == [one, same]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 4095, 4096, 4097])
