@@ -12,7 +12,7 @@ from torch import Tensor
 from hot.backends.ops import bits_of, code_dtype, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import Launch, Specimen, cdiv, on_device, power_of_2, specimen
+from hot.backends.triton.launch import Launch, Specimen, by_settings, cdiv, on_device, power_of_2, specimen
 from hot.backends.triton.operands import largest_kernel, quantize_kernel, scales_kernel
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
@@ -36,11 +36,13 @@ class _Matrix(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """What one operand's transform and quantizer are to the kernels."""
+    """What one operand's transform and quantizer are to the kernels: arguments of their ops, `rank` where rows are drawn."""
 
     block: int  # 1: nothing is transformed
+    rows: tuple[int, ...]
+    signs: tuple[int, ...]
     rank: int
-    gain: float  # what the basis does not hold of it
+    drawn: bool
     format: str
     granularity: str  # empty for an operand that is not made
     group: int
@@ -52,14 +54,33 @@ class _Way(NamedTuple):
         return IDENTITY if self.block == 1 else self.block
 
     @property
+    def kept(self) -> int:
+        """How many coefficients a block makes."""
+        return IDENTITY if self.block == 1 else self.rank
+
+    @property
     def width(self) -> int:
-        """The rank as a side of a product."""
-        return max(power_of_2(self.rank), 8)
+        """That as a side of a product."""
+        return max(power_of_2(self.kept), 8)
+
+    @property
+    def gain(self) -> float:
+        """What the basis does not hold of the gain 1/√size."""
+        size = self.rank if self.drawn else self.block
+        return float(size**-0.5 / _held(size))
+
+    def basis(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The matrix (rank, side) of a transform whose rows are known, ±1, or ±2^k where the gain is a power of two."""
+        return _basis(self.block, self.rows, self.signs, dtype, device)
+
+    def drawn_basis(self, draw: Tensor, x: Tensor) -> Tensor:
+        """The same of the rows that were drawn."""
+        return basis(self.block, self.rows, self.signs, draw, x.new_empty(0)) * _held(self.rank)
 
     @property
     def tile(self) -> int:
         """How many elements of the axis make one group of a block scale."""
-        return self.group // self.rank * self.side
+        return self.group // self.kept * self.side
 
     @property
     def limit(self) -> int:
@@ -75,40 +96,23 @@ class _Way(NamedTuple):
         """The part of K that `length` elements make."""
         return length if self.block == 1 else cdiv(length, self.block) * self.rank
 
-    def tops(self, rows: int) -> int:
-        """How many largest magnitudes there are."""
+    def factors(self, rows: int) -> int:
+        """How many factors `scales_kernel` makes for so many rows."""
         return {"": 0, "row": rows, "tensor": 1}[self.scaled_by]
 
 
-_bases: dict[tuple[object, ...], Tensor] = {}
-
-
-def _basis(x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | None) -> Tensor:
-    """The matrix (rank, side) of a transform, ±1, or ±2^k where the gain is a power of two; the identity for none."""
-    key = block, tuple(rows), tuple(signs), x.dtype, x.device
-    found = _bases.get(key) if draw is None else None
-    if found is None:
-        found = torch.eye(IDENTITY, dtype=x.dtype, device=x.device)
-        if block > 1:
-            size = block if draw is None else draw.shape[0]
-            found = basis(block, rows, signs, draw, x.new_empty(0)) * (size**-0.5 if _is_exact(size) else 1.0)
-        found = found.contiguous()
-        if draw is None:
-            _bases[key] = found
-    return found
-
-
-def _is_exact(size: int) -> bool:
-    """Whether the gain 1/√size is a power of two: then the basis holds it."""
-    return size == power_of_2(size) and size.bit_length() % 2 == 1
+def _held(size: int) -> float:
+    """The gain 1/√size where that is a power of two, which a basis holds exactly, else 1."""
+    return size**-0.5 if size == power_of_2(size) and size.bit_length() % 2 == 1 else 1.0
 
 
 @lru_cache(maxsize=256)
-def _way(block: int, rank: int, drawn: bool, format: str, granularity: str, group: int, rounding: str) -> _Way:
+def _basis(
+    block: int, rows: tuple[int, ...], signs: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     if block == 1:
-        return _Way(1, IDENTITY, 1.0, format, granularity, group, rounding)
-    size = rank if drawn else block
-    return _Way(block, rank, 1.0 if _is_exact(size) else size**-0.5, format, granularity, group, rounding)
+        return torch.eye(IDENTITY, dtype=dtype, device=device)
+    return basis(block, rows, signs, None, torch.empty(0, dtype=dtype, device=device)).contiguous() * _held(block)
 
 
 IDENTITY = 16
@@ -137,13 +141,20 @@ def _serves(
     return granularity == "block" and fits and (samples == 1 or k % group == 0)
 
 
+def _tiles(key: Key) -> int:
+    """Many tiles a program, but some hundred programs."""
+    _, _, _, rows, columns, _ = key
+    assert isinstance(rows, int) and isinstance(columns, int)
+    return min(max(2 ** (rows + columns) // 64**2 // 512, 1), 8)
+
+
 LARGEST = family(
     "operands_largest",
-    lambda key: {"ROWS": 64, "C": 64, "TILES": 8, "num_warps": 2},
+    lambda key: {"ROWS": 64, "C": 64, "TILES": _tiles(key), "num_warps": 2},
     lambda key: [
         {"ROWS": rows, "C": columns, "TILES": tiles, "num_warps": warps}
         for rows, columns, warps in ((64, 64, 2), (64, 64, 4), (32, 64, 2), (64, 128, 4))
-        for tiles in (4, 8, 16)
+        for tiles in sorted({_tiles(key), 4, 8, 16})
     ],
 )
 """Shape class: the operands that are made, block sides, classes of the sizes, dtype."""
@@ -162,16 +173,20 @@ QUANTIZE = family(
 class _Job:
     """Operands of one size: what is allocated, and the launches by their settings."""
 
-    def __init__(self, m: _Matrix, along: _Way | None, across: _Way | None, sums: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, m: _Matrix, along: _Way | None, across: _Way | None, sums: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
         some = along or across
         assert some is not None
-        self.m, self.sums = m, sums
-        self.along, self.across = (way or some._replace(granularity="") for way in (along, across))
+        self.m, self.sums, self.device, self.dtype = m, sums, device, dtype
+        self.along, self.across = (way or some._replace(granularity="", drawn=False) for way in (along, across))
         self.side = across.side if across else IDENTITY
         self.per = cdiv(m.length, self.side)  # blocks a sample
         self.along_piece, self.across_sample = self.along.k(m.columns), self.across.k(m.length)
-        self.along_tops, self.tops = self.along.tops(m.rows), self.along.tops(m.rows) + self.across.tops(m.columns)
-        self.room: list[tuple[tuple[int, int], torch.dtype]] = []
+        self.factors = self.along.factors(m.rows), self.across.factors(m.columns)
+        self.across_factors = _even(self.factors[0])  # where those of across begin
+        self.searches = sums or any(self.factors)
+        self.room: list[tuple[tuple[int, ...], torch.dtype]] = []
         for way, rows, k in (
             (along, m.rows, self.along_piece * m.pieces),
             (across, m.columns, self.across_sample * m.samples),
@@ -179,28 +194,17 @@ class _Job:
             if way:
                 self.room.append(((rows, k), code_dtype(way.format)))
                 self.room.append((scale_shape(rows, k, way.granularity, way.group), torch.float32))
+        self.bases = [way.basis(dtype, device) for way in (self.along, self.across)]
         kinds = "+".join(name for name, way in (("along", along), ("across", across)) if way)
         sides = self.along.side, self.across.side
         self.key: Key = (kinds, *sides, bucket(m.rows), bucket(m.columns), DTYPES[dtype])
-        self.scales = Launch(
-            scales_kernel, cdiv(self.tops, 1024), (self.along_tops, self.tops),
-            ALONG_LIMIT=self.along.limit, ACROSS_LIMIT=self.across.limit, ELEMENTS=1024,
-        )  # fmt: skip
-        self._launches: dict[tuple[str, int], tuple[Launch, int, Config]] = {}
-
-    def launch(self, name: str, settings: Config) -> tuple[Launch, int]:
-        """The launch of a kernel, and how many tiles of rows it has."""
-        found = self._launches.get((name, id(settings)))
-        if found is None:  # with the settings, so that their id stays theirs
-            made = self._largest(settings) if name == "largest" else self._quantize(settings)
-            found = self._launches[name, id(settings)] = *made, settings
-        return found[:2]
+        self.search, self.quantize = by_settings(self._search), by_settings(self._quantize)
 
     def _constants(self, settings: Config, blocks: int, columns: int) -> dict[str, Any]:
         a, b = self.along, self.across
         return {
-            "ALONG_GAIN": a.gain, "ACROSS_GAIN": b.gain, "A": a.side, "AR": a.width, "R": b.width,
-            "ALONG_RANK": a.rank, "ACROSS_RANK": b.rank, "M": blocks, "N": self.side, "C": max(columns, a.side),
+            "A": a.side, "AR": a.width, "R": b.width, "ALONG_RANK": a.kept, "ACROSS_RANK": b.kept,
+            "M": blocks, "N": self.side, "C": max(columns, a.side),
             "WRAPS": blocks > self.per, "num_warps": settings["num_warps"],
             "enable_fp_fusion": False,  # every operation is rounded by itself, as the reference's are
         }  # fmt: skip
@@ -212,14 +216,38 @@ class _Job:
         numbers = m.samples, m.length, self.per, m.columns, m.stride, m.step, m.piece_stride, row_tiles
         return cdiv(m.columns, constants["C"]) * row_tiles * m.pieces, row_tiles, numbers
 
-    def _largest(self, settings: Config) -> tuple[Launch, int]:
+    def _search(self, settings: Config) -> tuple[Launch, Launch, int]:
+        """The launches for largest magnitudes and for scales, and the elements of the work that they share."""
+        m, a, b = self.m, self.along, self.across
         constants = self._constants(settings, max(settings["ROWS"] // self.side, 1), settings["C"])
         programs, row_tiles, numbers = self._sized(constants, settings["TILES"])
-        constants |= {"ALONG": self.along.scaled_by, "ACROSS": self.across.scaled_by, "SUMS": self.sums}
-        return Launch(largest_kernel, programs, numbers, TILES=settings["TILES"], **constants), row_tiles
+        parts = [
+            programs if way.scaled_by == "tensor" else tiles
+            for way, tiles in ((a, cdiv(m.columns, constants["C"]) * m.pieces), (b, row_tiles))
+        ]
+        along_at = self.across_factors + _even(self.factors[1])
+        across_at = along_at + _even(parts[0] * self.factors[0])
+        sums_at = across_at + _even(parts[1] * self.factors[1])
+        largest = Launch(
+            largest_kernel, programs, (*numbers, along_at, across_at, sums_at), ALONG=a.scaled_by, ACROSS=b.scaled_by,
+            SUMS=self.sums, TILES=settings["TILES"], **constants,
+        )  # fmt: skip
+        columns = m.columns if self.sums else 0
+        (along_p, along_rows), (across_p, across_rows) = (
+            (1024, 1) if way.scaled_by == "tensor" else (16, 64) for way in (a, b)
+        )
+        scales = Launch(
+            scales_kernel,
+            cdiv(self.factors[0], along_rows) + cdiv(self.factors[1], across_rows) + cdiv(columns, 64),
+            (self.factors[0], parts[0], along_at, self.factors[1], parts[1], across_at, self.across_factors,
+             columns, row_tiles, sums_at),
+            ALONG_GAIN=a.gain, ALONG_LIMIT=a.limit, ALONG_P=along_p, ALONG_ROWS=along_rows,
+            ACROSS_GAIN=b.gain, ACROSS_LIMIT=b.limit, ACROSS_P=across_p, ACROSS_ROWS=across_rows, P=16, COLUMNS=64,
+        )  # fmt: skip
+        return largest, scales, sums_at + row_tiles * columns
 
-    def _quantize(self, settings: Config) -> tuple[Launch, int]:
-        a, b, m = self.along, self.across, self.m
+    def _quantize(self, settings: Config) -> Launch:
+        m, a, b = self.m, self.along, self.across
         blocks, columns = max(settings["ROWS"] // self.side, 1), settings["C"]
         if a.granularity == "block":
             columns = a.tile
@@ -230,45 +258,50 @@ class _Job:
         constants = self._constants(settings, blocks, columns)
         if {a.granularity, b.granularity} & {"block", "tile"}:  # the group makes the tile: warps to fit
             constants["num_warps"] = min(max(constants["M"] * self.side * constants["C"] // 2048, 2), 8)
-        programs, row_tiles, numbers = self._sized(constants, 1)
-        numbers += self.along_piece * m.pieces, self.along_piece, self.across_sample * m.samples, self.across_sample
-        made = Launch(
-            quantize_kernel, programs, numbers, ALONG=a.granularity, ACROSS=b.granularity,
-            ALONG_LIMIT=a.limit, ACROSS_LIMIT=b.limit, ALONG_ROUNDING=a.rounding, ACROSS_ROUNDING=b.rounding,
-            FLAT=m.samples == 1 or self.across_sample == self.per * b.rank, maxnreg=settings["maxnreg"], **constants,
+        programs, _, numbers = self._sized(constants, 1)
+        ks = self.along_piece * m.pieces, self.along_piece, self.across_sample * m.samples, self.across_sample
+        return Launch(
+            quantize_kernel, programs, (*numbers, *ks, self.across_factors), ALONG=a.granularity, ACROSS=b.granularity,
+            ALONG_GAIN=a.gain, ACROSS_GAIN=b.gain, ALONG_LIMIT=a.limit, ACROSS_LIMIT=b.limit,
+            ALONG_ROUNDING=a.rounding, ACROSS_ROUNDING=b.rounding,
+            FLAT=m.samples == 1 or self.across_sample == self.per * b.kept, maxnreg=settings["maxnreg"], **constants,
         )  # fmt: skip
-        return made, row_tiles
 
-    def __call__(self, x: Tensor, along_basis: Tensor, across_basis: Tensor) -> tuple[Tensor, ...]:
-        """Codes and scale of each operand that is made, then, if asked for, the sums of the columns (columns,), float32."""
-        device, tops, sums = x.device, x, x  # where a kernel gets a pointer that it will not follow: x
+    def __call__(self, x: Tensor, draw: Tensor | None) -> list[Tensor]:
+        """Codes and scale of each operand that is made, then, if asked for, the sums of the columns (columns,) in x's dtype."""
+        device = self.device
         made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.room]
-        along, across = (
-            (made[:2] if self.along.granularity else (x, x)),
-            (made[-2:] if self.across.granularity else (x, x)),
-        )
-        if self.tops:  # as bits, then the factors
-            tops = torch.zeros(2 * self.tops, dtype=torch.int32, device=device)
-        factors = tops[self.tops :].view(torch.float32) if self.tops else x
+        unused = x, x  # where a kernel gets a pointer that it will not follow
+        along = made[:2] if self.along.granularity else unused
+        across = made[-2:] if self.across.granularity else unused
+        sums = torch.empty(self.m.columns, dtype=self.dtype, device=device) if self.sums else x
+        bases = self.bases
+        if draw is not None:
+            bases = [
+                way.drawn_basis(draw, x) if way.drawn else way.basis(x.dtype, device)
+                for way in (self.along, self.across)
+            ]
+        work = x
 
-        def largest(settings: Config) -> None:
-            nonlocal sums
-            run, row_tiles = self.launch("largest", settings)
-            if self.sums:
-                sums = torch.empty(row_tiles, self.m.columns, device=device)
-            run(x, along_basis, across_basis, tops, tops[self.along_tops :], sums)
-
-        def quantize(settings: Config) -> None:
-            run, _ = self.launch("quantize", settings)
-            run(x, along_basis, across_basis, factors, factors[self.along_tops :], *along, *across)
+        def search(settings: Config) -> None:
+            nonlocal work
+            largest, scales, size = self.search(settings)
+            work = torch.empty(size, dtype=torch.float32, device=device)
+            largest(x, *bases, work)
+            scales(work, along[1], across[1], sums)
 
         with on_device(x):
-            if self.sums or self.tops:
-                launch(LARGEST, self.key, device, largest)
-            if self.tops:
-                self.scales(tops, factors, along[1], across[1])
-            launch(QUANTIZE, self.key, device, quantize)
-        return *made, *([sums.sum(0)] if self.sums else [])
+            if self.searches:
+                launch(LARGEST, self.key, device, search)
+            launch(
+                QUANTIZE, self.key, device, lambda settings: self.quantize(settings)(x, *bases, work, *along, *across)
+            )
+        return [*made, sums] if self.sums else made
+
+
+def _even(n: int) -> int:
+    """The next multiple of 16, where Triton knows that what begins there is aligned."""
+    return cdiv(n, 16) * 16
 
 
 _job = lru_cache(maxsize=4096)(_Job)
@@ -296,17 +329,15 @@ def transform_quantize(
     x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None,
     format: str, granularity: str, group: int, rounding: str, clip: Sequence[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rank = len(rows) if draw is None else draw.shape[0]
-    way = _way(block, rank, draw is not None, format, granularity, group, rounding)
+    way = _way(block, rows, signs, draw, format, granularity, group, rounding)
     count, samples, length = x.shape
     if _is_across(x):
         seen = _Matrix(samples, length, count, 1, x.stride(1), x.stride(2), 0)
-        job = _job(seen, None, way, False, x.dtype)
+        job = _job(seen, None, way, False, x.dtype, x.device)
     else:
         x = x if x.stride(2) == 1 else x.contiguous()
-        job = _job(_Matrix(1, count, length, samples, 0, x.stride(0), x.stride(1)), way, None, False, x.dtype)
-    matrix = _basis(x, block, rows, signs, draw)
-    codes, scale = job(x, matrix, matrix)
+        job = _job(_Matrix(1, count, length, samples, 0, x.stride(0), x.stride(1)), way, None, False, x.dtype, x.device)
+    codes, scale = job(x, draw)
     return codes, scale
 
 
@@ -343,37 +374,41 @@ def grad_output_operands(
     w_format: str, w_granularity: str, w_group: int, w_rounding: str, w_clip: Sequence[float],
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    along = _way(i_block, len(i_rows), False, i_format, i_granularity, i_group, i_rounding)
-    rank = len(w_rows) if w_draw is None else w_draw.shape[0]
-    across = _way(w_block, rank, w_draw is not None, w_format, w_granularity, w_group, w_rounding)
+    along = _way(i_block, i_rows, i_signs, None, i_format, i_granularity, i_group, i_rounding)
+    across = _way(w_block, w_rows, w_signs, w_draw, w_format, w_granularity, w_group, w_rounding)
     samples, length, outputs = g.shape
-    job = _job(_Matrix(samples, length, outputs, 1, g.stride(0), g.stride(1), 0), along, across, bias, g.dtype)
-    bases = _basis(g, i_block, i_rows, i_signs, None), _basis(g, w_block, w_rows, w_signs, w_draw)
-    i_codes, i_scale, w_codes, w_scale, *sums = job(g, *bases)
-    return i_codes, i_scale, w_codes, w_scale, sums[0].to(g.dtype) if bias else g.new_empty(0)
+    seen = _Matrix(samples, length, outputs, 1, g.stride(0), g.stride(1), 0)
+    made = _job(seen, along, across, bias, g.dtype, g.device)(g, w_draw)
+    i_codes, i_scale, w_codes, w_scale, sums = made if bias else (*made, g.new_empty(0))
+    return i_codes, i_scale, w_codes, w_scale, sums
+
+
+def _way(
+    block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | None,
+    format: str, granularity: str, group: int, rounding: str,
+) -> _Way:  # fmt: skip
+    rank = len(rows) if draw is None else draw.shape[0]
+    return _Way(block, tuple(rows), tuple(signs), rank, draw is not None, format, granularity, group, rounding)
 
 
 def _specimen(x: str, holder: str, along: str, across: str, rank: int) -> list[Specimen]:
-    pointers = {"x": f"*{x}", "along_matrix": f"*{x}", "across_matrix": f"*{x}"}
-    tops = {"along_top": "*i32", "across_top": "*i32", "sums": "*fp32"}
-    factors = {"along_factor": "*fp32", "across_factor": "*fp32"}
-    shared = dict(ALONG_GAIN=1.0, ACROSS_GAIN=1.0, A=16, AR=16, R=rank, M=4, N=16, C=128, WRAPS=False)
-    shared |= dict(ALONG_RANK=16, ACROSS_RANK=rank)
+    pointers = {"x": f"*{x}", "along_matrix": f"*{x}", "across_matrix": f"*{x}", "work": "*fp32"}
+    shared = dict(A=16, AR=16, R=rank, M=4, N=16, C=128, WRAPS=False, ALONG_RANK=16, ACROSS_RANK=rank)
     codes = {"along_codes": f"*{holder}", "across_codes": "*i8", "along_scale": "*fp32", "across_scale": "*fp32"}
-    kinds = dict(ALONG_LIMIT=7, ACROSS_LIMIT=127, ALONG_ROUNDING="hashed", ACROSS_ROUNDING="nearest")
-    ranges = {"ALONG": along if along != "block" else "", "ACROSS": across if across not in ("block", "tile") else ""}
+    kinds = dict(ALONG_LIMIT=7, ACROSS_LIMIT=127, ALONG_GAIN=1.0, ACROSS_GAIN=0.7)
+    roundings = dict(ALONG_ROUNDING="hashed", ACROSS_ROUNDING="nearest")
+    found = {"ALONG": along if along != "block" else "", "ACROSS": across if across not in ("block", "tile") else ""}
+    scales = {"work": "*fp32", "along_scale": "*fp32", "across_scale": "*fp32", "sums": f"*{x}"}
     return [
         specimen(
-            quantize_kernel,
-            {**pointers, **factors, **codes},
-            ALONG=along,
-            ACROSS=across,
-            FLAT=rank == 8,
-            **kinds,
-            **shared,
+            quantize_kernel, {**pointers, **codes}, ALONG=along, ACROSS=across, FLAT=rank == 8,
+            **kinds, **roundings, **shared,
         ),
-        specimen(largest_kernel, {**pointers, **tops}, **ranges, SUMS=True, TILES=4, **shared),
-    ]
+        specimen(largest_kernel, pointers, **found, SUMS=True, TILES=4, **shared),
+        specimen(
+            scales_kernel, scales, **kinds, ALONG_P=16, ALONG_ROWS=64, ACROSS_P=1024, ACROSS_ROWS=1, P=16, COLUMNS=64,
+        ),
+    ]  # fmt: skip
 
 
 SPECIMENS = [
@@ -381,11 +416,4 @@ SPECIMENS = [
     *_specimen("fp16", "i8", "", "tensor", 16),
     *_specimen("fp32", "i8", "block", "", 8),
     *_specimen("bf16", "i8", "", "tile", 16),
-    specimen(
-        scales_kernel,
-        {"tops": "*i32", "factors": "*fp32", "along_scale": "*fp32", "across_scale": "*fp32"},
-        ALONG_LIMIT=7,
-        ACROSS_LIMIT=127,
-        ELEMENTS=1024,
-    ),
 ]

@@ -8,7 +8,11 @@ samples. An operand is made of it in one of two ways, or, of a gradient, in both
 
 A transform is a product with a small matrix of ±1, which is exact in bfloat16 and float16 with float32 sums. One scale a row
 or tensor needs the largest magnitude first: `largest_kernel` reads for it, `scales_kernel` makes scales of it, and
-`quantize_kernel` reads again and writes codes.
+`quantize_kernel` reads again and writes codes. What they tell each other lies in `work`, float32, which nobody has to clear:
+
+    factors, along's then across's   what coefficients are multiplied by, one a row or one in all
+    parts of along, of across        largest magnitudes: of what a program saw of each row, or of all that it saw
+    parts of the sums                of what a program saw of each column
 """
 
 from __future__ import annotations
@@ -112,16 +116,10 @@ def _magnitude(upper, lower):
 
 
 @triton.jit
-def _largest(y, GAIN: tl.constexpr):
-    """The bits of the largest magnitude of every row of coefficients (m, rows, R), once these are multiplied by GAIN."""
+def _largest(y):
+    """The bits of the largest magnitude of every row of coefficients (m, rows, R)."""
     upper, lower = _extremes(y)
-    return _gained(_magnitude(upper, lower), GAIN)
-
-
-@triton.jit
-def _gained(top, GAIN: tl.constexpr):
-    """The bits of a magnitude times GAIN: rounding keeps order, so that of the products it is the largest."""
-    return float_bits(top.to(tl.float32, bitcast=True) * GAIN)
+    return _magnitude(upper, lower)
 
 
 @triton.jit
@@ -155,32 +153,79 @@ def _codes(y, factor, pairs, rows, ROUNDING: tl.constexpr, HOLDER: tl.constexpr)
 
 
 @triton.jit
-def scales_kernel(
-    tops, factors, along_scale, across_scale, along_count, count,
-    ALONG_LIMIT: tl.constexpr, ACROSS_LIMIT: tl.constexpr, ELEMENTS: tl.constexpr,
+def _scales(
+    scales, factors, tops, first, rows, parts,
+    GAIN: tl.constexpr, LIMIT: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Scales, and what elements are multiplied by, from the tops of both operands: once a row, not once a row and tile."""
-    i = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
-    top = tl.load(tops + i, mask=i < count, other=0)
-    is_along = i < along_count
-    along, along_factor = scale_of(top, ALONG_LIMIT)
-    across, across_factor = scale_of(top, ACROSS_LIMIT)
-    tl.store(along_scale + i, along, mask=is_along)
-    tl.store(across_scale + i - along_count, across, mask=(i < count) & (i >= along_count))
-    tl.store(factors + i, tl.where(is_along, along_factor, across_factor), mask=i < count)
+    """Scales and factors of ROWS rows from the `first` on, from `parts` largest magnitudes of each, (parts, rows)."""
+    row = first + tl.arange(0, ROWS)
+    top = tl.zeros((P, ROWS), tl.int32)
+    for at in range(0, parts, P):
+        part = at + tl.arange(0, P)
+        inside = (part < parts)[:, None] & (row < rows)[None, :]
+        top = tl.maximum(
+            top, float_bits(tl.load(tops + part.to(tl.int64)[:, None] * rows + row[None, :], mask=inside, other=0.0))
+        )
+    # rounding keeps order: what multiplies every coefficient multiplies the largest
+    top = float_bits(tl.max(top, 0).to(tl.float32, bitcast=True) * GAIN)
+    scale, factor = scale_of(top, LIMIT)
+    tl.store(scales + row, scale, mask=row < rows)
+    tl.store(factors + row, factor, mask=row < rows)
+
+
+@triton.jit
+def _sums(sums, work, first, columns, parts, P: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums of COLUMNS columns from the `first` on, from `parts` sums of each, (parts, columns)."""
+    c = first + tl.arange(0, COLUMNS)
+    total = tl.zeros((P, COLUMNS), tl.float32)
+    for at in range(0, parts, P):
+        part = at + tl.arange(0, P)
+        inside = (part < parts)[:, None] & (c < columns)[None, :]
+        total += tl.load(work + part.to(tl.int64)[:, None] * columns + c[None, :], mask=inside, other=0.0)
+    tl.store(sums + c, tl.sum(total, 0).to(sums.dtype.element_ty), mask=c < columns)
+
+
+@triton.jit
+def scales_kernel(
+    work, along_scale, across_scale, sums,
+    along_rows, along_parts, along_at, across_rows, across_parts, across_at, across_factors, columns, sums_parts, sums_at,
+    ALONG_GAIN: tl.constexpr, ALONG_LIMIT: tl.constexpr, ALONG_P: tl.constexpr, ALONG_ROWS: tl.constexpr,
+    ACROSS_GAIN: tl.constexpr, ACROSS_LIMIT: tl.constexpr, ACROSS_P: tl.constexpr, ACROSS_ROWS: tl.constexpr,
+    P: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Scales, and what coefficients are multiplied by, once a row rather than once a row and tile; the sums of columns.
+
+    Programs are for rows of along, then of across, then for columns. …_rows: 0 for an operand without.
+    """
+    program = tl.program_id(0)
+    along_programs = tl.cdiv(along_rows, ALONG_ROWS)
+    across_programs = tl.cdiv(across_rows, ACROSS_ROWS)
+    if program < along_programs:
+        _scales(
+            along_scale, work, work + along_at, program * ALONG_ROWS, along_rows, along_parts,
+            ALONG_GAIN, ALONG_LIMIT, ALONG_P, ALONG_ROWS,
+        )  # fmt: skip
+    elif program < along_programs + across_programs:
+        _scales(
+            across_scale, work + across_factors, work + across_at, (program - along_programs) * ACROSS_ROWS, across_rows,
+            across_parts, ACROSS_GAIN, ACROSS_LIMIT, ACROSS_P, ACROSS_ROWS,
+        )  # fmt: skip
+    else:
+        program -= along_programs + across_programs
+        _sums(sums, work + sums_at, program * COLUMNS, columns, sums_parts, P, COLUMNS)
 
 
 @triton.jit
 def largest_kernel(
-    x, along_matrix, across_matrix, along_top, across_top, sums,
-    samples, length, per, columns, stride, step, piece_stride, row_tiles,
-    ALONG: tl.constexpr, ACROSS: tl.constexpr, SUMS: tl.constexpr, ALONG_GAIN: tl.constexpr, ACROSS_GAIN: tl.constexpr,
+    x, along_matrix, across_matrix, work,
+    samples, length, per, columns, stride, step, piece_stride, row_tiles, along_at, across_at, sums_at,
+    ALONG: tl.constexpr, ACROSS: tl.constexpr, SUMS: tl.constexpr,
     A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, WRAPS: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitudes of coefficients, as bits, into zeroed tops; the sums over TILES tiles of rows of each column.
+    """The largest magnitudes of coefficients without their gain, and the sums of columns, of TILES tiles of rows.
 
-    ALONG, ACROSS: ``row`` or ``tensor`` where that operand needs a top, else empty.
+    ALONG, ACROSS: ``row`` or ``tensor`` where that operand is scaled by them, else empty.
     """
     column, group, piece = _program(columns, row_tiles, C)
     c = column + tl.arange(0, C)
@@ -189,6 +234,8 @@ def largest_kernel(
     across = _basis(across_matrix, ACROSS_RANK, N, R)
     upper, lower = tl.zeros((C, R), tl.int32), tl.zeros((C, R), tl.uint32)
     total = tl.zeros((M * C, 8), tl.float32)
+    every = tl.zeros((M * N,), tl.int32)
+    along_tops = work + along_at + (piece * tl.cdiv(columns, C) + column // C).to(tl.int64) * (samples * length)
     for tile in range(TILES):
         first = (group * TILES + tile) * M
         t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
@@ -196,24 +243,28 @@ def largest_kernel(
             more, less = _extremes(_across(t, across))
             upper, lower = tl.maximum(upper, more), tl.maximum(lower, less)
         if ALONG != "":
-            top = _largest(_along(t, along), ALONG_GAIN)
+            top = _largest(_along(t, along))
             if ALONG == "tensor":
-                tl.atomic_max(along_top, tl.max(top, 0), sem="relaxed")
+                every = tl.maximum(every, top)
             else:
                 r = tl.arange(0, M * N)
                 sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
-                tl.atomic_max(along_top + sample * length + start + r % N, top, mask=r % N < left, sem="relaxed")
+                top = top.to(tl.float32, bitcast=True)
+                tl.store(along_tops + sample * length + start + r % N, top, mask=r % N < left)
         if SUMS:  # a column of ones sums what `across` multiplies as it lies
             total = tl.dot(_columns(t), tl.full((N, 8), 1.0, t.dtype), total, input_precision="ieee")
+    if ALONG == "tensor":
+        tl.store(work + along_at + tl.program_id(0), tl.max(every, 0).to(tl.float32, bitcast=True))
     if ACROSS != "":
-        top = _gained(_magnitude(upper, lower), ACROSS_GAIN)
+        top = _magnitude(upper, lower)
         if ACROSS == "tensor":
-            tl.atomic_max(across_top, tl.max(top, 0), sem="relaxed")
+            tl.store(work + across_at + tl.program_id(0), tl.max(top, 0).to(tl.float32, bitcast=True))
         else:
-            tl.atomic_max(across_top + c, top, mask=c < columns, sem="relaxed")
+            place = work + across_at + group.to(tl.int64) * columns + c
+            tl.store(place, top.to(tl.float32, bitcast=True), mask=c < columns)
     if SUMS:
         total = tl.sum(tl.reshape(total, (M, C, 8)), 0)
-        tl.store(sums + group.to(tl.int64) * columns + c, tl.max(total, 1), mask=c < columns)
+        tl.store(work + sums_at + group.to(tl.int64) * columns + c, tl.max(total, 1), mask=c < columns)
 
 
 @triton.jit
@@ -234,7 +285,7 @@ def _write_along(
     y = _along(x, basis) * GAIN
     at = column // A * RANK  # of this tile, in its piece
     if GRANULARITY == "block":
-        scale, factor = scale_of(_largest(y, 1.0), LIMIT)
+        scale, factor = scale_of(_largest(y), LIMIT)
         group = (piece * in_piece + at) // (BLOCKS * R)
         tl.store(scales + row * tl.cdiv(k, BLOCKS * R) + group, scale, mask=inside)
     elif GRANULARITY == "row":
@@ -268,13 +319,13 @@ def _write_across(
     row = row.to(tl.int64)
     y = _across(x, basis) * GAIN
     if GRANULARITY == "tile":
-        top = tl.max(_largest(y, 1.0), 0)  # of whole tiles, columns beyond the last being zeros
+        top = tl.max(_largest(y), 0)  # of whole tiles, columns beyond the last being zeros
         scale, factor = scale_of(top + tl.zeros((C,), tl.int32), LIMIT)
         tl.store(
             scales + column // C * tl.cdiv(k, M * R) + first // M + tl.arange(0, C), scale, mask=tl.arange(0, C) < 1
         )
     elif GRANULARITY == "block":
-        scale, factor = scale_of(_largest(y, 1.0), LIMIT)
+        scale, factor = scale_of(_largest(y), LIMIT)
         tl.store(scales + row * tl.cdiv(k, M * R) + first // M, scale, mask=inside)
     elif GRANULARITY == "row":
         factor = tl.load(factors + row, mask=inside, other=1.0)
@@ -300,9 +351,9 @@ def _write_across(
 
 @triton.jit
 def quantize_kernel(
-    x, along_matrix, across_matrix, along_factor, across_factor, along_codes, along_scale, across_codes, across_scale,
+    x, along_matrix, across_matrix, work, along_codes, along_scale, across_codes, across_scale,
     samples, length, per, columns, stride, step, piece_stride, row_tiles,
-    along_k, along_piece, across_k, across_sample,
+    along_k, along_piece, across_k, across_sample, across_factors,
     ALONG: tl.constexpr, ACROSS: tl.constexpr, ALONG_GAIN: tl.constexpr, ACROSS_GAIN: tl.constexpr,
     ALONG_LIMIT: tl.constexpr, ACROSS_LIMIT: tl.constexpr, ALONG_ROUNDING: tl.constexpr, ACROSS_ROUNDING: tl.constexpr,
     A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
@@ -320,12 +371,12 @@ def quantize_kernel(
     if ALONG != "":
         basis = _basis(along_matrix, ALONG_RANK, A, AR)
         _write_along(
-            t, basis, along_factor, along_codes, along_scale, first, column, piece, samples, length, per, along_k, along_piece,
+            t, basis, work, along_codes, along_scale, first, column, piece, samples, length, per, along_k, along_piece,
             ALONG, ALONG_GAIN, ALONG_LIMIT, ALONG_ROUNDING, ALONG_RANK, WRAPS,
         )  # fmt: skip
     if ACROSS != "":
         basis = _basis(across_matrix, ACROSS_RANK, N, R)
         _write_across(
-            t, basis, across_factor, across_codes, across_scale, first, column, samples, length, per, columns,
+            t, basis, work + across_factors, across_codes, across_scale, first, column, samples, length, per, columns,
             across_k, across_sample, ACROSS, ACROSS_GAIN, ACROSS_LIMIT, ACROSS_ROUNDING, ACROSS_RANK, FLAT, WRAPS,
         )  # fmt: skip
