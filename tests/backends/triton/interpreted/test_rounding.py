@@ -28,7 +28,9 @@ def probe(x, codes, scales, floats, LIMIT: tl.constexpr, KIND: tl.constexpr, ROU
     scale, factor = rounding.scale_of(rounding.largest_bits(x, 0), LIMIT)
     v = x * factor.to(x.dtype)
     first, second = tl.split(tl.reshape(bits, (K // 2, 2)))
-    first, second = rounding.pair_noise(first, second, rounding.row_hash(row) * rounding.column_hash(tl.arange(0, K // 2)))
+    first, second = rounding.pair_noise(
+        first, second, rounding.row_hash(row) * rounding.column_hash(tl.arange(0, K // 2))
+    )
     h = tl.reshape(tl.join(first, second), (K,))
     u = rounding.fraction(h)
     if ROUND == "pseudo_stochastic":
