@@ -1,4 +1,4 @@
-"""transform_quantize and grad_output_operands: how the kernels of kernels/operands.cu are launched.
+"""transform_quantize and grad_output_operands: how the kernels of operands_largest.cu and operands_codes.cu are launched.
 
 They take 16-bit floats whose columns are dense, blocks of 16 (or no transform), and integer codes.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hot.backends.cupy.launch import Kernel
-from hot.backends.devices import has_fp8, multiprocessors, on_device
+from hot.backends.devices import has_fp8, multiprocessors, on_device, shared_memory
 from hot.backends.ops import bits_of, code_dtype, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
@@ -22,6 +22,8 @@ SIDE, TILE, WARPS, THREADS = 16, 128, 8, 256
 """Of a block; rows and columns of a tile; warps and threads of a program."""
 STRIPS = 2 * TILE * TILE
 """Bytes of a tile in shared memory."""
+LARGEST_SHARED = 3 * STRIPS + 4 * WARPS * TILE
+"""Bytes of shared memory that a program of largest_kernel takes, more than any other."""
 LAYOUT = "@12Q2q7i2f"
 """Of struct Operands."""
 
@@ -87,7 +89,8 @@ class _Launch(NamedTuple):
 class _Job:
     """Operands of one size: what is allocated, and the launches."""
 
-    def __init__(self, m: _Matrix, along: _Way, across: _Way, bias: bool, many: int) -> None:
+    def __init__(self, m: _Matrix, along: _Way, across: _Way, bias: bool, device: torch.device) -> None:
+        many = multiprocessors(device)
         per = -(-m.length // SIDE)
         blocks, panels = m.samples * per, -(-m.columns // TILE)
         self.tiles, self.panels, rows = -(-blocks // (TILE // SIDE)), panels, m.samples * m.length
@@ -111,17 +114,17 @@ class _Job:
 
         dtype, sums, rank = DTYPES[m.dtype], str(bias).lower(), str(across.rank)
         top = [way.scales if way.tops(1) else "NONE" for way in (along, across)]
+        codes = *(ROUNDINGS[way.rounding] for way in (along, across)), *(way.holder for way in (along, across))
+        staged = WARPS * TILE * across.rank if self.makes_across else 16
+        shared = 2 * STRIPS + staged + 8 * TILE + 2 * TILE + 4 * WARPS
         self.launches: list[_Launch] = []
         self.groups = 0
         if bias or self.tops:
             largest = _kernel("largest_kernel", dtype, *top, rank, sums)
-            self.launches.append(self._launch(largest, 2 * many, 3 * STRIPS + 4 * WARPS * TILE))
+            self.launches.append(self._launch(largest, 2 * many, LARGEST_SHARED))
             self.groups = self.launches[0].grid // panels
-        codes = *(ROUNDINGS[way.rounding] for way in (along, across)), *(way.holder for way in (along, across))
         quantize = _kernel("quantize_kernel", dtype, along.scales, across.scales, rank, *codes)
-        staged = TILE * WARPS * across.rank if self.makes_across else 16
-        programs = (3 if across.rank == 8 else 2) * many
-        self.launches.append(self._launch(quantize, programs, 2 * STRIPS + staged + 8 * TILE + 2 * TILE + 4 * WARPS))
+        self.launches.append(self._launch(quantize, (3 if across.rank == 8 else 2) * many, shared))
 
     def _launch(self, kernel: Kernel, at_once: int, shared: int) -> _Launch:
         """The tiles a program that let `at_once` programs at a time end soonest; a program costs as much as one tile more."""
@@ -157,7 +160,8 @@ class _Job:
 
 @cache
 def _kernel(name: str, *template: str) -> Kernel:
-    return Kernel("operands.cu", name, template, LAYOUT)
+    source = {"largest_kernel": "operands_largest.cu", "quantize_kernel": "operands_codes.cu"}[name]
+    return Kernel(source, name, template, LAYOUT)
 
 
 _job = lru_cache(maxsize=4096)(_Job)
@@ -199,8 +203,8 @@ def _is_dense(x: Tensor, stride: int, step: int, columns: int) -> bool:
 
 
 def _holds(format: str, device: torch.device) -> bool:
-    """Whether the chip makes codes of that format: float8 from capability 8.9 on."""
-    return code_dtype(format) == torch.int8 or has_fp8(device)
+    """Whether the chip makes codes of that format, float8 from capability 8.9 on, and has room for three tiles."""
+    return (code_dtype(format) == torch.int8 or has_fp8(device)) and shared_memory(device) >= LARGEST_SHARED
 
 
 def _is_across(x: Tensor) -> bool:
@@ -237,7 +241,7 @@ def transform_quantize(
         seen, ways = _Matrix(samples, length, count, x.stride(1), x.stride(2), x.dtype), (NOTHING, way)
     else:
         seen, ways = _Matrix(1, count, length, 0, x.stride(0), x.dtype), (way, NOTHING)
-    codes, scale = _job(seen, *ways, False, multiprocessors(x.device))(x, matrix, matrix)
+    codes, scale = _job(seen, *ways, False, x.device)(x, matrix, matrix)
     return codes, scale
 
 
@@ -271,7 +275,7 @@ def grad_output_operands(
     across = _Way(SIDE if w_block == 1 else len(w_rows), w_format, w_granularity, w_rounding)
     samples, length, outputs = g.shape
     seen = _Matrix(samples, length, outputs, g.stride(0), g.stride(1), g.dtype)
-    job = _job(seen, along, across, bias, multiprocessors(g.device))
+    job = _job(seen, along, across, bias, g.device)
     i_codes, i_scale, w_codes, w_scale, *sums = job(
         g, _basis(g, i_block, i_rows, i_signs), _basis(g, w_block, w_rows, w_signs)
     )

@@ -45,11 +45,12 @@ def integer_kernel(
 
 
 @triton.jit
-def _copied_tile(
-    program, a, b, out, a_scale, b_scale, m, n, k, a_step, b_step,
+def copied_kernel(
+    a, b, out, a_scale, b_scale, m, n, k, a_step, b_step,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_n = _tile_of(program, tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
+    """`integer_kernel` for chips with a copy engine: a, b, out are descriptors of tiles."""
+    tile_m, tile_n = _tile_of(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
     total = tl.zeros((BM, BN), tl.int32)
     for step in range(tl.cdiv(k, BK)):
         left = a.load([tile_m * BM, step * BK])
@@ -60,20 +61,6 @@ def _copied_tile(
     scale = tl.load(a_scale + rows * a_step, mask=rows < m, other=0.0)[:, None]
     product = total.to(tl.float32) * scale * tl.load(b_scale + columns * b_step, mask=columns < n, other=0.0)[None, :]
     out.store([tile_m * BM, tile_n * BN], product.to(out.dtype))
-
-
-@triton.jit
-def copied_kernel(
-    a, b, out, a_scale, b_scale, m, n, k, a_step, b_step, programs,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PERSISTENT: tl.constexpr,
-):  # fmt: skip
-    """`integer_kernel` for chips with a copy engine: a, b, out are descriptors of tiles. PERSISTENT: a program
-    runs over many tiles, and copies for the next while it writes."""
-    if PERSISTENT:
-        for program in tl.range(tl.program_id(0), tl.cdiv(m, BM) * tl.cdiv(n, BN), programs, flatten=True):
-            _copied_tile(program, a, b, out, a_scale, b_scale, m, n, k, a_step, b_step, BM, BN, BK, GROUP)
-    else:
-        _copied_tile(tl.program_id(0), a, b, out, a_scale, b_scale, m, n, k, a_step, b_step, BM, BN, BK, GROUP)
 
 
 @triton.jit

@@ -27,35 +27,32 @@ HELD = {torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp
 OUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-_POINTERS = {"BM": 128, "BN": 256, "BK": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3, "copied": 0}
-_SMALL = _POINTERS | {"BM": 64, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
-_PERSISTENT = _POINTERS | {"copied": 1}
-_COPIED = _POINTERS | {"BM": 256, "BN": 128, "num_stages": 4, "copied": 2}
-_STREAMED = _COPIED | {"copied": 3}
+# Triton waits for a product of integers before it begins the next (wgmma; 3.6 to 3.9), so two programs share a multiprocessor.
+_POINTERS = {"BM": 128, "BN": 128, "BK": 128, "GROUP": 8, "num_warps": 4, "num_stages": 3, "copied": 0}
+_SMALL = _POINTERS | {"BM": 64, "BN": 64, "BK": 64, "num_stages": 4}
+_COPIED = _POINTERS | {"copied": 1}
+_STREAMED = _POINTERS | {"copied": 2, "num_stages": 6}
 
 
 def _default(key: Key) -> Config:
-    """Small results in small tiles; few tiles and a long K streamed; else a tile a program where K is long enough to fill its
-    pipeline, and programs over many tiles where it is not."""
+    """Small results in small tiles; few tiles and a long K streamed; else a tile a program, by the copy engine if it can."""
     m, n, k, copies, _ = key
     assert isinstance(m, int) and isinstance(n, int) and isinstance(k, int)
     if m + n <= 19:
         return _SMALL
     if not copies:
         return _POINTERS
-    if m + n <= 22 and k >= 12:
-        return _STREAMED
-    return _COPIED if k >= 13 else _PERSISTENT
+    return _STREAMED if m + n <= 20 and k >= 12 else _COPIED
 
 
 def _candidates(key: Key) -> list[Config]:
-    by_pointers = [_POINTERS, _SMALL, _SMALL | {"BM": 128, "BN": 128, "BK": 128, "num_stages": 3}]
-    return by_pointers + ([_PERSISTENT, _PERSISTENT | {"GROUP": 16}, _COPIED, _STREAMED] if key[3] else [])
+    wide = {"BN": 256, "num_warps": 8, "num_stages": 4}
+    return [_POINTERS, _SMALL] + ([_COPIED, _COPIED | wide, _STREAMED, _STREAMED | wide] if key[3] else [])
 
 
 INTEGER = family("integer_product", _default, _candidates)
 """Shape class: classes of m, n and k, whether tiles may be copied, the result's dtype. copied: 0 by pointers, 1 by the copy
-engine and persistent, 2 by the copy engine, 3 streamed."""
+engine, 2 by it and streamed."""
 
 
 class _Integers:
@@ -82,11 +79,9 @@ class _Integers:
         if settings["copied"] == 0:
             even = self.k % settings["BK"] == 0
             return Launch(integer_kernel, tiles, (*sizes, *self.steps), EVEN_K=even, **constants)
-        if settings["copied"] == 3:
-            return Launch(streamed_kernel, self.many, (*sizes, self.many), **constants)
-        persistent = settings["copied"] == 1
-        programs = min(self.many, tiles) if persistent else tiles
-        return Launch(copied_kernel, programs, (*sizes, *self.steps, programs), PERSISTENT=persistent, **constants)
+        if settings["copied"] == 1:
+            return Launch(copied_kernel, tiles, (*sizes, *self.steps), **constants)
+        return Launch(streamed_kernel, self.many, (*sizes, self.many), **constants)
 
     def __call__(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
         out = torch.empty(self.m, self.n, dtype=self.dtype, device=a.device)
@@ -98,7 +93,7 @@ class _Integers:
                 return
             left = TensorDescriptor.from_tensor(a, [settings["BM"], settings["BK"]])
             right = TensorDescriptor.from_tensor(b, [settings["BN"], settings["BK"]])
-            if settings["copied"] < 3:
+            if settings["copied"] == 1:
                 tiles = TensorDescriptor.from_tensor(out, [settings["BM"], settings["BN"]])
                 product(left, right, tiles, a_scale, b_scale)
                 return
@@ -222,7 +217,6 @@ SPECIMENS = [
         BN=64,
         BK=64,
         GROUP=8,
-        PERSISTENT=True,
     ),
     specimen(rescale_kernel, {"total": "*i32", "out": "*fp16", "a_scale": "*fp32", "b_scale": "*fp32"}, ELEMENTS=1024),
     _specimen("i8", "fp32"),

@@ -211,7 +211,7 @@ def _read(path: Path) -> dict[str, Config]:
 
 
 def _checked(found: Any) -> Config:
-    if not isinstance(found, dict) or not all(type(value) is int and value > 0 for value in found.values()):
+    if not isinstance(found, dict) or not all(type(value) is int and value >= 0 for value in found.values()):
         raise ValueError(f"{found!r} are no settings")
     return found
 

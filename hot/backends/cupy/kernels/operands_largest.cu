@@ -1,0 +1,138 @@
+// Operands of products, the first reading: largest magnitudes and scales. See operands.cuh.
+#include "operands.cuh"
+
+// Whether this program is the last of `count` that add to a counter; then it sees all that the others wrote before.
+__device__ bool is_last(unsigned* counter, unsigned count) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(counter, 1u) == count - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
+
+// The scale of a row from its largest magnitude, in whose place 1 / scale is put.
+__device__ __noinline__ void settle(unsigned* top, float* scale, float limit) {
+    float factor;
+    scale_of(__ldcg(top), limit, *scale, factor);
+    *top = __float_as_uint(factor);
+}
+
+// Largest |y| of rows and columns, and, with SUMS, sums of columns, of the strips that a warp looks at.
+template <class T, int ALONG, int ACROSS, int R, bool SUMS>
+struct Largest {
+    uint4 along;
+    uint2 across[R / 8];
+    float top[BLOCKS][2] = {}, sum[BLOCKS][2] = {}, whole = 0.0f;
+
+    __device__ Largest(const Operands& p, const Lane& lane) : along(along_basis<T>(p.along_basis, lane)) {
+        across_basis<T, R>(across, p.across_basis, lane);
+    }
+
+    __device__ void look(const Operands& p, const Strip& x, const Rows& rows, const Lane& lane) {
+        const unsigned corner = x.corner(lane);
+        float row[4] = {};
+#pragma unroll
+        for (int j = 0; j < BLOCKS; j++) {
+            if (ALONG != NONE) larger_of_rows<T>(row, along, block(corner, j));
+            float d[4];
+            uint4 t;
+            if (ACROSS != NONE || SUMS) t = transposed(corner, j);
+            if (ACROSS != NONE) {
+#pragma unroll
+                for (int h = 0; h < R / 8; h++) {
+                    multiply<T>(d, t, across[h]);
+                    top[j][0] = larger(larger(top[j][0], d[0]), d[1]), top[j][1] = larger(larger(top[j][1], d[2]), d[3]);
+                }
+            }
+            if (SUMS) {  // every q gets the same
+                multiply<T>(d, t, make_uint2(ONES<T>, ONES<T>));
+                sum[j][0] += d[0], sum[j][1] += d[2];
+            }
+        }
+        if (ALONG != NONE) {
+            const float highest = of_all_lanes(row, lane);
+            if (ALONG == ROW && lane.g < 4 && row_of(lane) < rows.left)
+                atomicMax(p.along_top + rows.first + row_of(lane), __float_as_uint(highest));
+            if (ALONG == TENSOR) whole = larger(whole, highest);
+        }
+    }
+
+    // What all warps of the program found, to memory. part: where the sums go.
+    __device__ void publish(const Operands& p, int panel, int part, float (*wide)[COLUMNS], const Lane& lane) {
+        const int thread = threadIdx.x % COLUMNS, column = panel * COLUMNS + thread;
+        const bool writes = threadIdx.x < COLUMNS && column < p.columns;
+        if (ALONG == TENSOR) {
+            for (int by = 1; by < 32; by *= 2) whole = larger(whole, __shfl_xor_sync(~0u, whole, by));
+            if (lane.own == 0) atomicMax(p.along_top, __float_as_uint(whole));
+        }
+        if (ACROSS != NONE) {
+#pragma unroll
+            for (int j = 0; j < BLOCKS; j++) {
+                for (int by = 1; by < 4; by *= 2) {
+                    top[j][0] = larger(top[j][0], __shfl_xor_sync(~0u, top[j][0], by));
+                    top[j][1] = larger(top[j][1], __shfl_xor_sync(~0u, top[j][1], by));
+                }
+                if (lane.q < 2) wide[lane.warp][SIDE * j + lane.g + 8 * lane.q] = lane.q ? top[j][1] : top[j][0];
+            }
+            __syncthreads();
+            float all = 0.0f;
+            for (int w = 0; w < WARPS; w++) all = larger(all, wide[w][thread]);
+            if (writes) atomicMax(p.across_top + (ACROSS == TENSOR ? 0 : column), __float_as_uint(all));
+            __syncthreads();
+        }
+        if (SUMS) {
+#pragma unroll
+            for (int j = 0; j < BLOCKS; j++)
+                if (lane.q < 2) wide[lane.warp][SIDE * j + lane.g + 8 * lane.q] = lane.q ? sum[j][1] : sum[j][0];
+            __syncthreads();
+            float all = 0.0f;
+            for (int w = 0; w < WARPS; w++) all += wide[w][thread];
+            if (writes) p.sums[(long long)part * p.columns + column] = all;
+        }
+    }
+};
+
+// The bias of a panel from `count` sums of each column, in their order.
+template <class T>
+__device__ void add_up(const Operands& p, int panel, int count, float (*wide)[COLUMNS]) {
+    const int thread = threadIdx.x % COLUMNS, column = panel * COLUMNS + thread, part = threadIdx.x / COLUMNS;
+    float all = 0.0f;
+    for (int i = part; i < count && column < p.columns; i += THREADS / COLUMNS)
+        all += __ldcg(p.sums + (long long)i * p.columns + column);
+    wide[part][thread] = all;
+    __syncthreads();
+    if (part == 0 && column < p.columns) static_cast<T*>(p.bias)[column] = narrow<T>(all + wide[1][thread]);
+    __syncthreads();
+}
+
+// Whoever is the last to look at a column or a row makes its scale; likewise the bias.
+template <class T, int ALONG, int ACROSS, int R, bool SUMS>
+__global__ void __launch_bounds__(THREADS, 2) largest_kernel(const Operands p) {
+    constexpr int STAGES = 3;
+    auto& wide = *reinterpret_cast<float(*)[WARPS][COLUMNS]>(memory + Strips<T, STAGES>::BYTES);
+    const Lane lane;
+    Strips<T, STAGES> strips(p, lane);
+    Largest<T, ALONG, ACROSS, R, SUMS> largest(p, lane);
+    for (; strips.tile < strips.end; strips.advance()) {
+        const Strip x = strips.get();
+        largest.look(p, x, strips.rows, lane);
+    }
+    largest.publish(p, strips.panel(), strips.group(), wide, lane);
+    if ((ACROSS == ROW || SUMS) && is_last(p.counters + strips.panel(), strips.groups())) {
+        const int column = strips.column + threadIdx.x;
+        if (ACROSS == ROW && threadIdx.x < COLUMNS && column < p.columns)
+            settle(p.across_top + column, p.across_scale + column, p.across_limit);
+        if (SUMS) add_up<T>(p, strips.panel(), strips.groups(), wide);
+    }
+    if (ALONG == ROW && is_last(p.counters + p.panels + strips.group(), p.panels)) {
+        for (int i = threadIdx.x; i < p.count * WARPS * SIDE; i += THREADS) {
+            const Rows rows(p, strips.group() * p.count * WARPS + i / SIDE);
+            const int row = rows.first + i % SIDE;
+            if (i % SIDE < rows.left) settle(p.along_top + row, p.along_scale + row, p.along_limit);
+        }
+    }
+}
