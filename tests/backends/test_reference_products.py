@@ -1,12 +1,19 @@
-"""matmul: integer products exact, the others as dequantized floats."""
+"""matmul: integer products exact, run by run of K where scales change along it; the others as dequantized floats."""
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hot.backends import ops_for
+from hot.backends.ops import scale_shape
 from hot.backends.reference import products
 
 ops = ops_for("reference", "cpu")
@@ -74,18 +81,60 @@ def test_scales_per_row_and_tensor() -> None:
         assert got.dtype == dtype and torch.allclose(got.double(), expected, rtol=eps, atol=0)
 
 
-@pytest.mark.parametrize("group", [16, 32, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_block_scales_of_a_ragged_axis(group: int, dtype: torch.dtype) -> None:
-    a, b = codes(3, 41), codes(4, 41)
-    a_scale, b_scale = torch.rand(3, -(-41 // group)), torch.rand(4, 1)
-    spread = a_scale.double().repeat_interleave(group, 1)[:, :41]
-    expected = (a.double() * spread) @ (b.double() * b_scale).T
-    got = ops.matmul(a, a_scale, group, b, b_scale, 0, dtype)
-    assert got.dtype == dtype
-    assert torch.allclose(
-        got.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-2 if dtype != torch.float64 else 0
-    )
+@st.composite
+def operands(draw: st.DrawFn) -> tuple[Tensor, Tensor, int, Tensor, Tensor, int]:
+    """Two operands of one K with scales of any granularity, in whole, in common and in no common runs of K."""
+    k, found = draw(st.integers(1, 400)), []
+    torch.manual_seed(draw(st.integers(0, 9)))
+    for _ in "ab":
+        rows, group = draw(st.integers(1, 200)), draw(st.sampled_from([16, 64, 96, 128, 192, 256]))
+        granularity = draw(st.sampled_from(["tensor", "row", "block", "tile", "token"]))
+        scale = torch.rand(scale_shape(rows, k, granularity, group))
+        found += [codes(rows, k), scale, group if granularity in ("block", "tile") else 0]
+    return tuple(found)
+
+
+def spread(scale: Tensor, group: int, rows: int, k: int) -> Tensor:
+    """The scale of every element, looked up one by one."""
+    row = torch.arange(rows) // (group if group and scale.shape[0] < rows else 1) % scale.shape[0]
+    column = torch.arange(k) // (group or 1) % scale.shape[1]
+    return scale.double()[row][:, column]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@given(operands(), st.sampled_from([1, 300, 2**20]))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_products_are_those_of_the_dequantized_operands(args: tuple[Any, ...], strip: int) -> None:
+    left, right = (codes.double() * spread(scale, group, *codes.shape) for codes, scale, group in (args[:3], args[3:]))
+    expected, terms = left @ right.T, left.abs() @ right.abs().T
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        with patch.object(products, "STRIP", strip):
+            got = ops.matmul(*args, dtype)
+        eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+        rounding = 0 if dtype != torch.bfloat16 else torch.finfo(dtype).eps / 2
+        assert got.dtype == dtype
+        assert ((got.double() - expected).abs() <= 8 * eps * terms + rounding * expected.abs() * 1.01).all()
+
+
+@pytest.mark.usefixtures("on_cpu")
+@given(operands())
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_scales_of_powers_of_two_lose_nothing(args: tuple[Any, ...]) -> None:
+    """Whatever the runs are, the integers are exact and so is float64."""
+    a, a_scale, a_group, b, b_scale, b_group = args
+    a_scale, b_scale = (torch.exp2((8 * scale).floor()) for scale in (a_scale, b_scale))
+    left, right = a * spread(a_scale, a_group, *a.shape).long(), b * spread(b_scale, b_group, *b.shape).long()
+    got = ops.matmul(a, a_scale, a_group, b, b_scale, b_group, torch.float64)
+    assert torch.equal(got, (left @ right.T).double())
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_rows_of_a_long_product_are_those_of_its_strips() -> None:
+    a, b, a_scale, b_scale = codes(1100, 300), codes(1000, 300), torch.rand(1100, 3), torch.rand(8, 3)
+    assert a.shape[0] * b.shape[0] > products.STRIP
+    whole = ops.matmul(a, a_scale, 128, b, b_scale, 128, torch.float32)
+    parts = zip(a.split(137), a_scale.split(137), strict=True)
+    assert torch.equal(whole, torch.cat([ops.matmul(*part, 128, b, b_scale, 128, torch.float32) for part in parts]))
 
 
 def test_a_scale_on_the_contracted_axis() -> None:
@@ -107,7 +156,37 @@ def test_a_nan_scale_spoils_its_row_alone() -> None:
     assert got.isnan().tolist() == [[False, False], [True, True], [False, False]]
 
 
-def test_the_reference_compiles_as_one_graph() -> None:
-    a, b = codes(3, 41), codes(4, 41)
-    compiled = torch.compile(lambda a, b: product(a, b), fullgraph=True, backend="eager")
-    assert torch.equal(compiled(a, b), product(a, b))
+def test_a_nan_scale_of_a_block_or_tile_spoils_the_rows_that_it_covers() -> None:
+    a, b, a_scale, b_scale = codes(3, 300), codes(130, 300), torch.rand(3, 3), torch.rand(2, 3)
+    a_scale[1, 2] = b_scale[1, 0] = float("nan")
+    spoilt = ops.matmul(a, a_scale, 128, b, b_scale, 128, torch.float32).isnan()
+    assert spoilt[1].all() and spoilt[:, 128:].all() and not spoilt[[0, 2], :128].any()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("a_group", "b_group"), [(0, 0), (128, 0), (64, 128)])
+def test_the_reference_compiles_as_one_graph(a_group: int, b_group: int, dynamic: bool, backend: str) -> None:
+    def call(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+        return ops.matmul(a, a_scale, a_group, b, b_scale, b_group, torch.float64)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend=backend, dynamic=dynamic)
+    for m in (33, 40):
+        args = (
+            codes(m, 300),
+            torch.rand(m, -(-300 // a_group) if a_group else 1),
+            codes(17, 300),
+            torch.rand(1 if b_group else 17, 3 if b_group else 1),
+        )
+        assert torch.allclose(compiled(*args), call(*args), rtol=1e-12)
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_a_product_of_fakes_has_its_shape(group: int) -> None:
+    scales = (torch.rand(33, 3), torch.rand(17, 3)) if group else (unit(33), unit(17))
+    args = codes(33, 300), scales[0], group, codes(17, 300), scales[1], group, torch.bfloat16
+    with FakeTensorMode() as mode:
+        found = ops.matmul(*(mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args))
+    meta = ops.matmul(*(arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args))
+    assert found.shape == meta.shape == (33, 17) and found.dtype == meta.dtype == torch.bfloat16
