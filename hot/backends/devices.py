@@ -31,11 +31,6 @@ def multiprocessors(device: torch.device) -> int:
     return _multiprocessors(_index(device)) if device.type == "cuda" else 1
 
 
-def shared_memory(device: torch.device) -> int:
-    """The most bytes of shared memory that a block of threads can have; 0 for what is no GPU."""
-    return _shared_memory(_index(device)) if device.type == "cuda" else 0
-
-
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
@@ -48,9 +43,3 @@ def _capability(index: int) -> tuple[int, int]:
 @lru_cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-@lru_cache
-def _shared_memory(index: int) -> int:
-    facts = torch.cuda.get_device_properties(index)
-    return int(getattr(facts, "shared_memory_per_block_optin", facts.shared_memory_per_block))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hot.backends.cupy.launch import Kernel
-from hot.backends.devices import has_fp8, multiprocessors, on_device, shared_memory
+from hot.backends.devices import has_fp8, multiprocessors, on_device
 from hot.backends.ops import bits_of, code_dtype, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
@@ -22,8 +22,6 @@ SIDE, TILE, WARPS, THREADS = 16, 128, 8, 256
 """Of a block; rows and columns of a tile; warps and threads of a program."""
 STRIPS = 2 * TILE * TILE
 """Bytes of a tile in shared memory."""
-LARGEST_SHARED = 3 * STRIPS + 4 * WARPS * TILE
-"""Bytes of shared memory that a program of largest_kernel takes, more than any other."""
 LAYOUT = "@12Q2q7i2f"
 """Of struct Operands."""
 
@@ -121,7 +119,7 @@ class _Job:
         self.groups = 0
         if bias or self.tops:
             largest = _kernel("largest_kernel", dtype, *top, rank, sums)
-            self.launches.append(self._launch(largest, 2 * many, LARGEST_SHARED))
+            self.launches.append(self._launch(largest, 2 * many, 2 * STRIPS + 4 * WARPS * TILE))
             self.groups = self.launches[0].grid // panels
         quantize = _kernel("quantize_kernel", dtype, along.scales, across.scales, rank, *codes)
         self.launches.append(self._launch(quantize, (3 if across.rank == 8 else 2) * many, shared))
@@ -203,8 +201,8 @@ def _is_dense(x: Tensor, stride: int, step: int, columns: int) -> bool:
 
 
 def _holds(format: str, device: torch.device) -> bool:
-    """Whether the chip makes codes of that format, float8 from capability 8.9 on, and has room for three tiles."""
-    return (code_dtype(format) == torch.int8 or has_fp8(device)) and shared_memory(device) >= LARGEST_SHARED
+    """Whether the chip makes codes of that format: float8 from capability 8.9 on."""
+    return code_dtype(format) == torch.int8 or has_fp8(device)
 
 
 def _is_across(x: Tensor) -> bool:

@@ -46,25 +46,22 @@ struct Operands {
     float along_limit, across_limit;
 };
 
-// The strips of a warp, tile by tile of a program's group: STAGES − 1 are on their way while one is worked on.
-template <class T, int STAGES>
+// The strips of a warp, tile by tile of a program's group: one is copied while the one before is worked on.
+template <class T>
 struct Strips {
-    static constexpr int BYTES = STAGES * WARPS * SIDE * PITCH;  // from the beginning of `memory`
+    static constexpr int BYTES = 2 * WARPS * SIDE * PITCH;  // from the beginning of `memory`
     const Operands& p;
     const Lane& lane;
     const int column, end;
     const T* const from;  // of this lane in a strip at 0
-    Rows rows, ahead;  // of the strip that is worked on, and of the last that is on its way
+    Rows rows, ahead;  // of the strip that is worked on, and of the next to be copied
     int tile, next;
 
     __device__ Strips(const Operands& p, const Lane& lane)
         : p(p), lane(lane), column(blockIdx.x % p.panels * COLUMNS), end(min((group() + 1) * p.count, p.tiles)),
-          from(static_cast<const T*>(p.x) + lane.own / 16 * p.step + column + lane.own % 16 * 8), rows(p, group() * p.count * WARPS + lane.warp), ahead(rows), tile(group() * p.count), next(tile) {
-#pragma unroll
-        for (int i = 0; i < STAGES - 1; i++) {
-            if (i) ahead.advance(p, WARPS), next++;
-            begin();
-        }
+          from(static_cast<const T*>(p.x) + lane.own / 16 * p.step + column + lane.own % 16 * 8),
+          rows(p, group() * p.count * WARPS + lane.warp), ahead(rows), tile(group() * p.count), next(tile) {
+        begin();
     }
     __device__ int panel() const { return blockIdx.x % p.panels; }
     __device__ int group() const { return blockIdx.x / p.panels; }
@@ -72,9 +69,8 @@ struct Strips {
 
     // The strip to work on; the copy of another begins.
     __device__ Strip get() {
-        ahead.advance(p, WARPS), next++;
         begin();
-        wait_for_all_but<STAGES - 1>();
+        wait_for_all_but<1>();
         __syncwarp();
         return at(tile);
     }
@@ -84,10 +80,11 @@ struct Strips {
     }
 
   private:
-    __device__ Strip at(int tile) const { return {(tile % STAGES * WARPS + lane.warp) * unsigned(SIDE * PITCH)}; }
+    __device__ Strip at(int tile) const { return {(tile % 2 * WARPS + lane.warp) * unsigned(SIDE * PITCH)}; }
     __device__ void begin() {
         if (next < end) at(next).copy(p, from + ahead.offset, p.columns - column - lane.own % 16 * 8, ahead.left, lane);
         end_of_copies();
+        ahead.advance(p, WARPS), next++;
     }
 };
 

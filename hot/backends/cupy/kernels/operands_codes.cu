@@ -37,15 +37,15 @@ struct Coder {
     const Lane& lane;
     Shared<ACROSS, R>& shared;
     const int along_k, across_k;
-    const uint4 along;
+    uint4 along;
     uint2 across[R / 8];
     bool finite = true;   // across, all columns of the panel
     float whole = 1.0f;   // 1 / scale of the along operand, if there is one for all
 
     __device__ Coder(const Operands& p, const Lane& lane, Shared<ACROSS, R>& shared)
-        : p(p), lane(lane), shared(shared), along_k((p.columns + SIDE - 1) / SIDE * SIDE), across_k(p.blocks * R),
-          along(along_basis<T>(p.along_basis, lane)) {
-        across_basis<T, R>(across, p.across_basis, lane);
+        : p(p), lane(lane), shared(shared), along_k((p.columns + SIDE - 1) / SIDE * SIDE), across_k(p.blocks * R) {
+        if (ALONG != NONE) along = along_basis<T>(p.along_basis, lane);
+        if (ACROSS != NONE) across_basis<T, R>(across, p.across_basis, lane);
         float scale;
         if (ALONG == TENSOR) scale_of(__ldg(p.along_top), p.along_limit, scale, whole);
         if (ALONG == TENSOR && blockIdx.x == 0 && threadIdx.x == 0) *p.along_scale = scale;
@@ -179,7 +179,7 @@ struct Coder {
 #pragma unroll
             for (int i = 0; i < SIDE / 4; i++, at += 4ll * along_k)
                 if (4 * i + lane.own / 8 < rows.left && k < along_k)
-                    __stcs(reinterpret_cast<uint4*>(at), *reinterpret_cast<const uint4*>(memory + x.piece(4 * i + lane.own / 8, piece)));
+                    *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(memory + x.piece(4 * i + lane.own / 8, piece));
         }
         if (ACROSS != NONE) {  // WARPS · R bytes of every column
             __syncthreads();
@@ -192,7 +192,7 @@ struct Coder {
                 if (column + own >= p.columns || k >= across_k) continue;
                 const uint4 codes = *reinterpret_cast<uint4*>(shared.codes(own, in_row));
                 if (across_k % 16 == 0) {
-                    __stcs(reinterpret_cast<uint4*>(at), codes);
+                    *reinterpret_cast<uint4*>(at) = codes;
                 } else {
                     *reinterpret_cast<uint2*>(at) = make_uint2(codes.x, codes.y);
                     if (k + 8 < across_k) *reinterpret_cast<uint2*>(at + 8) = make_uint2(codes.z, codes.w);
@@ -204,9 +204,9 @@ struct Coder {
 
 template <class T, int ALONG, int ACROSS, int R, int ALONG_ROUNDING, int ACROSS_ROUNDING, int ALONG_HOLDER, int ACROSS_HOLDER>
 __global__ void __launch_bounds__(THREADS, R == 8 ? 3 : 2) quantize_kernel(const Operands p) {
-    auto& shared = *reinterpret_cast<Shared<ACROSS, R>*>(memory + Strips<T, 2>::BYTES);
+    auto& shared = *reinterpret_cast<Shared<ACROSS, R>*>(memory + Strips<T>::BYTES);
     const Lane lane;
-    Strips<T, 2> strips(p, lane);
+    Strips<T> strips(p, lane);
     Coder<T, ALONG, ACROSS, R, ALONG_ROUNDING, ACROSS_ROUNDING, ALONG_HOLDER, ACROSS_HOLDER> coder(p, lane, shared);
     coder.prepare(strips.panel());
     for (; strips.tile < strips.end; strips.advance()) {

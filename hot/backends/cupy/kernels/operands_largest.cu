@@ -28,8 +28,9 @@ struct Largest {
     uint2 across[R / 8];
     float top[BLOCKS][2] = {}, sum[BLOCKS][2] = {}, whole = 0.0f;
 
-    __device__ Largest(const Operands& p, const Lane& lane) : along(along_basis<T>(p.along_basis, lane)) {
-        across_basis<T, R>(across, p.across_basis, lane);
+    __device__ Largest(const Operands& p, const Lane& lane) {
+        if (ALONG != NONE) along = along_basis<T>(p.along_basis, lane);
+        if (ACROSS != NONE) across_basis<T, R>(across, p.across_basis, lane);
     }
 
     __device__ void look(const Operands& p, const Strip& x, const Rows& rows, const Lane& lane) {
@@ -112,10 +113,9 @@ __device__ void add_up(const Operands& p, int panel, int count, float (*wide)[CO
 // Whoever is the last to look at a column or a row makes its scale; likewise the bias.
 template <class T, int ALONG, int ACROSS, int R, bool SUMS>
 __global__ void __launch_bounds__(THREADS, 2) largest_kernel(const Operands p) {
-    constexpr int STAGES = 3;
-    auto& wide = *reinterpret_cast<float(*)[WARPS][COLUMNS]>(memory + Strips<T, STAGES>::BYTES);
+    auto& wide = *reinterpret_cast<float(*)[WARPS][COLUMNS]>(memory + Strips<T>::BYTES);
     const Lane lane;
-    Strips<T, STAGES> strips(p, lane);
+    Strips<T> strips(p, lane);
     Largest<T, ALONG, ACROSS, R, SUMS> largest(p, lane);
     for (; strips.tile < strips.end; strips.advance()) {
         const Strip x = strips.get();
