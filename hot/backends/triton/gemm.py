@@ -17,10 +17,14 @@ def _tile_of(program, m_tiles, n_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def integer_kernel(
-    a, b, out, a_scale, b_scale, m, n, k, a_step, b_step,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
+    a, b, out, a_scale, b_scale, m, n, units, a_step, b_step,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """out = (a bᵀ) · a_scale · b_scaleᵀ for a (m, k), b (n, k) int8, whatever their sizes. …_step: 0 for one scale in all."""
+    """out = (a bᵀ) · a_scale · b_scaleᵀ for a (m, k), b (n, k) int8, whatever their sizes. …_step: 0 for one scale in all.
+
+    k is `units` times UNIT, a power of two: so many codes are loaded at a time. Triton itself looks for multiples of 16 alone.
+    """
+    k = units * UNIT
     tile_m, tile_n = _tile_of(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
     rows = tile_m * BM + tl.arange(0, BM)
     columns = tile_n * BN + tl.arange(0, BN)

@@ -77,8 +77,9 @@ class _Integers:
         sizes = self.m, self.n, self.k
         tiles = cdiv(self.m, settings["BM"]) * cdiv(self.n, settings["BN"])
         if settings["copied"] == 0:
-            even = self.k % settings["BK"] == 0
-            return Launch(integer_kernel, tiles, (*sizes, *self.steps), EVEN_K=even, **constants)
+            even, unit = self.k % settings["BK"] == 0, min(self.k & -self.k, 16)
+            sizes = self.m, self.n, self.k // unit
+            return Launch(integer_kernel, tiles, (*sizes, *self.steps), EVEN_K=even, UNIT=unit, **constants)
         if settings["copied"] == 1:
             return Launch(copied_kernel, tiles, (*sizes, *self.steps), **constants)
         return Launch(streamed_kernel, self.many, (*sizes, self.many), **constants)
@@ -199,8 +200,8 @@ def _specimen(codes: str, out: str) -> Specimen:
 
 _INTEGERS = {"a": "*i8", "b": "*i8", "a_scale": "*fp32", "b_scale": "*fp32"}
 SPECIMENS = [
-    specimen(integer_kernel, _INTEGERS | {"out": "*bf16"}, BM=64, BN=64, BK=64, GROUP=8, EVEN_K=True),
-    specimen(integer_kernel, _INTEGERS | {"out": "*fp32"}, BM=64, BN=64, BK=64, GROUP=8, EVEN_K=False),
+    specimen(integer_kernel, _INTEGERS | {"out": "*bf16"}, BM=64, BN=64, BK=64, GROUP=8, EVEN_K=True, UNIT=16),
+    specimen(integer_kernel, _INTEGERS | {"out": "*fp32"}, BM=64, BN=64, BK=64, GROUP=8, EVEN_K=False, UNIT=8),
     specimen(
         streamed_kernel,
         {"a": "tensordesc<i8[64, 64]>", "b": "tensordesc<i8[64, 64]>", "sums": "*i32"},
