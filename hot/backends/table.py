@@ -13,8 +13,9 @@ Attaching a kernel::
     def pack4(codes: Tensor) -> Tensor: ...
 
 Every kernel but the reference's is wrapped as ``torch.library`` custom op ``hot::<op>_<backend>`` with the declared fake,
-so a converted layer compiles without graph breaks. The reference is plain torch and is traced as such. A fused op has a
-composition: the same thing said with the smaller ops, which runs wherever no fused kernel serves the call.
+so a converted layer compiles without graph breaks; where nobody watches, the function itself is called. The reference is plain
+torch and is traced as such. A fused op has a composition: the same thing said with the smaller ops, which runs wherever no
+fused kernel serves the call.
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ class Op:
 @dataclass(frozen=True)
 class Kernel:
     """One op on one backend. ``supports`` takes the op's arguments and says whether this kernel serves them; under ``auto``
-    the kernel of the highest ``priority`` is asked first."""
+    the kernel of the highest ``priority`` is asked first. ``function``: ``call`` past torch's dispatcher."""
 
     op: str
     backend: str
     call: Callable[..., Any]
     supports: Callable[..., bool]
     priority: int | None = None  # its backend's
+    function: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def register_kernel(
         if f"{backend}.{op}" in kernels:  # before the custom op of the first one is replaced
             raise HotError(f"backend {backend!r} has a kernel for op {op!r} already")
         call = function if backend == REFERENCE else _custom_op(op, backend, function)
-        kernels.register(f"{backend}.{op}")(Kernel(op, backend, call, supports or _serves_all, priority))
+        kernels.register(f"{backend}.{op}")(Kernel(op, backend, call, supports or _serves_all, priority, function))
         _ready.clear()
         return function
 
@@ -182,7 +184,8 @@ class Ops:
         def call(*args: Any, **kwargs: Any) -> Any:
             for kernel in candidates:
                 if kernel.supports(*args, **kwargs):
-                    return kernel.call(*args, **kwargs)
+                    run = kernel.call if kernel.function is None or _is_watched(*args) else kernel.function
+                    return run(*args, **kwargs)
             if composition is None:
                 raise BackendError(
                     f"backend {self.backend!r} has no kernel for op {op!r} with these arguments; use backend: auto"
@@ -197,6 +200,21 @@ class Ops:
     def serving(self, op: str) -> str:
         """Which backend's kernel is tried first for an op, or ``composition``: for tables."""
         return self.kernels[op][0].backend if self.kernels[op] else "composition"
+
+
+def _is_watched(*args: Any) -> bool:
+    """Whether a call must go through torch's dispatcher, which takes as long as the launch of a kernel: because it is traced or
+    differentiated, a mode intercepts it, or its first argument is no plain tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or not args
+        or type(args[0]) not in _PLAIN
+    )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _priority(kernel: Kernel) -> int:

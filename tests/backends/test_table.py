@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hot.backends import table
 from hot.backends.table import (
@@ -141,6 +143,33 @@ def test_kernels_are_loaded_when_first_used(tiny: str) -> None:
     assert get_ops(tiny, "cpu").serving("pack4") == tiny
     get_ops(tiny, "cpu")
     assert len(loaded) == 1
+
+
+def test_a_kernel_is_called_past_the_dispatcher_where_nobody_watches(tiny: str) -> None:
+    add_pack4(tiny)
+    pack4, seen = ops_for(tiny, "cpu").pack4, []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def ops_of(call: Callable[[], object]) -> list[str]:
+        """The hot ops that the profiler sees."""
+        with torch.profiler.profile() as profile:
+            call()
+        return [event.key for event in profile.key_averages() if event.key.startswith("hot::")]
+
+    with torch.no_grad():
+        assert ops_of(lambda: pack4(CODES)) == []
+        assert ops_of(lambda: pack4(codes=CODES)) == ["hot::pack4_tiny"]
+        with Watch():
+            pack4(CODES)
+        with FakeTensorMode() as mode:
+            assert pack4(mode.from_tensor(CODES)).shape == (3, 3)
+        assert pack4(mode.from_tensor(CODES)).shape == (3, 3)  # no mode is on, but the tensor is of its kind
+    assert seen == ["hot.pack4_tiny.default"]
+    assert ops_of(lambda: pack4(CODES)) == ["hot::pack4_tiny"]
 
 
 def test_a_kernel_is_a_custom_op_with_the_declared_fake(tiny: str) -> None:
