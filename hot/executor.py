@@ -6,6 +6,7 @@ For y = x wᵀ: grad_input g_x = g_y w, contracted over the outputs; grad_weight
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,9 @@ def _format(t: Tensor) -> torch.memory_format:
 
 def as_written(device: torch.device) -> AbstractContextManager[object]:
     """A context in which nothing is cast; torch has no autocast for the meta device."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    if device.type == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type)):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 class Hot(torch.autograd.Function):
@@ -146,8 +149,8 @@ def _backward(
     draw, kept = (kept[0], kept[1:]) if needs_weight and plan.grad_weight.transform.draws else (None, kept)
     tokens = view.tokens(g)
     for_input = for_weight = grad_input = grad_weight = grad_bias = None
-    if needs_input and needs_weight and (specs := _fused_specs(plan, ops)):
-        for_input, for_weight, grad_bias = _grad_output_operands(tokens, specs, draw, needs_bias, ops)
+    if needs_input and needs_weight and (fused := _fused(plan, ops)):
+        for_input, for_weight, grad_bias = _grad_output_operands(tokens, fused, draw, needs_bias, ops)
 
     if needs_input:
         assert weight is not None  # forward saved it
@@ -181,8 +184,20 @@ def _keeps_input(plan: LayerPlan) -> bool:
     return plan.grad_weight.is_exact and isinstance(plan.buffer, Raw)
 
 
-def _fused_specs(plan: LayerPlan, ops: Ops) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The arguments of `grad_output_operands` for each path, or None where one has no spec that it can say."""
+class _Fused(NamedTuple):
+    """What `grad_output_operands` is told of a plan: its arguments before and behind w_draw, and the K-block of each scale."""
+
+    before: tuple[Any, ...]
+    behind: tuple[Any, ...]
+    groups: tuple[int, int]
+
+
+def _fused(plan: LayerPlan, ops: Ops) -> _Fused | None:
+    """How both paths' operands are made from one read of g_y, or None where one of them has no spec that says so."""
+    return _fuse(plan, ops) if torch.compiler.is_compiling() else _fused_once(plan, ops)
+
+
+def _fuse(plan: LayerPlan, ops: Ops) -> _Fused | None:
     inputs, weights = plan.grad_input, plan.grad_weight
     if inputs.transform.axis == "tokens" or inputs.transform.draws:
         return None
@@ -190,9 +205,20 @@ def _fused_specs(plan: LayerPlan, ops: Ops) -> tuple[dict[str, Any], dict[str, A
     specs = [part.spec for part in parts if part.spec is not None]
     if len(specs) < len(parts) or specs[0]["prefix"] or specs[0]["tail"] != "pad":
         return None
-    rows = {name: value for name, value in specs[0].items() if name not in ("prefix", "tail")}
     held = holders(inputs, ops)[0] or specs[1]["format"]
-    return {**rows, **specs[1], "format": held}, {**specs[2], **specs[3]}
+    rows, columns = {**specs[1], "format": held}, specs[3]
+    before = *_values(specs[0], *_TRANSFORM[:3]), *_values(rows, *_QUANTIZER), *_values(specs[2], *_TRANSFORM)
+    return _Fused(before, _values(columns, *_QUANTIZER), (rows["group"], columns["group"]))
+
+
+def _values(spec: dict[str, Any], *names: str) -> tuple[Any, ...]:
+    return tuple(spec[name] for name in names)
+
+
+_fused_once = lru_cache(maxsize=1024)(_fuse)
+_TRANSFORM = "block", "rows", "signs", "prefix", "tail"
+_QUANTIZER = "format", "granularity", "group", "rounding", "clip"
+"""The arguments of the ops that say a transform and a quantizer, in their order."""
 
 
 def holders(path: GradInputPlan, ops: Ops) -> tuple[str | None, str | None]:
@@ -213,19 +239,13 @@ def holders(path: GradInputPlan, ops: Ops) -> tuple[str | None, str | None]:
 
 
 def _grad_output_operands(
-    tokens: Tensor, specs: tuple[dict[str, Any], dict[str, Any]], draw: Tensor | None, bias: bool, ops: Ops
+    tokens: Tensor, fused: _Fused, draw: Tensor | None, bias: bool, ops: Ops
 ) -> tuple[Operand, Operand, Tensor | None]:
     """grad_output's operand for each path and the exact bias gradient, from one read of g_y."""
-    i_spec, w_spec = specs
-    i_codes, i_scale, w_codes, w_scale, grad_bias = ops.grad_output_operands(
-        tokens,
-        **{f"i_{name}": value for name, value in i_spec.items()},
-        **{f"w_{name}": value for name, value in w_spec.items()},
-        w_draw=draw,
-        bias=bias,
-    )
-    operands = Operand(i_codes, i_scale, i_spec["group"]), Operand(w_codes, w_scale, w_spec["group"])
-    return *operands, grad_bias if bias else None
+    made = ops.grad_output_operands(tokens, *fused.before, draw, *fused.behind, bias)
+    i_codes, i_scale, w_codes, w_scale, grad_bias = made
+    i_group, w_group = fused.groups
+    return Operand(i_codes, i_scale, i_group), Operand(w_codes, w_scale, w_group), grad_bias if bias else None
 
 
 def _grad_input(

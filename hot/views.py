@@ -29,6 +29,8 @@ class LinearView:
 
     def tokens(self, t: Tensor) -> Tensor:
         """x or the gradient of y → (samples, tokens, channels)."""
+        if t.dim() == 3:
+            return t
         samples = t.shape[0] if t.dim() > 2 else 1
         tokens = t.shape[:-1].numel() // samples if samples else 0
         return t.reshape(samples, tokens, t.shape[-1])

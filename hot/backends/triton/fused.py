@@ -304,9 +304,6 @@ def _even(n: int) -> int:
     return cdiv(n, 16) * 16
 
 
-_job = lru_cache(maxsize=4096)(_Job)
-
-
 def _serves_operand(
     x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None,
     format: str, granularity: str, group: int, rounding: str, clip: Sequence[float],
@@ -329,16 +326,21 @@ def transform_quantize(
     x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None,
     format: str, granularity: str, group: int, rounding: str, clip: Sequence[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if x.stride(2) != 1 and not _is_across(x):
+        x = x.contiguous()
     way = _way(block, rows, signs, draw, format, granularity, group, rounding)
-    count, samples, length = x.shape
-    if _is_across(x):
-        seen = _Matrix(samples, length, count, 1, x.stride(1), x.stride(2), 0)
-        job = _job(seen, None, way, False, x.dtype, x.device)
-    else:
-        x = x if x.stride(2) == 1 else x.contiguous()
-        job = _job(_Matrix(1, count, length, samples, 0, x.stride(0), x.stride(1)), way, None, False, x.dtype, x.device)
-    codes, scale = job(x, draw)
+    codes, scale = _operand(x.shape, x.stride(), x.dtype, x.device, way)(x, draw)
     return codes, scale
+
+
+@lru_cache(maxsize=4096)
+def _operand(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, way: tuple[Any, ...]
+) -> _Job:
+    (count, samples, length), (row, sample, step) = shape, strides
+    if step == 1:
+        return _Job(_Matrix(1, count, length, samples, 0, row, sample), _Way(*way), None, False, dtype, device)
+    return _Job(_Matrix(samples, length, count, 1, sample, step, 0), None, _Way(*way), False, dtype, device)
 
 
 def _serves_gradient(
@@ -376,19 +378,27 @@ def grad_output_operands(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     along = _way(i_block, i_rows, i_signs, None, i_format, i_granularity, i_group, i_rounding)
     across = _way(w_block, w_rows, w_signs, w_draw, w_format, w_granularity, w_group, w_rounding)
-    samples, length, outputs = g.shape
-    seen = _Matrix(samples, length, outputs, 1, g.stride(0), g.stride(1), 0)
-    made = _job(seen, along, across, bias, g.dtype, g.device)(g, w_draw)
+    made = _gradient(g.shape, g.stride(), g.dtype, g.device, along, across, bias)(g, w_draw)
     i_codes, i_scale, w_codes, w_scale, sums = made if bias else (*made, g.new_empty(0))
     return i_codes, i_scale, w_codes, w_scale, sums
+
+
+@lru_cache(maxsize=4096)
+def _gradient(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    along: tuple[Any, ...], across: tuple[Any, ...], bias: bool,
+) -> _Job:  # fmt: skip
+    (samples, length, outputs), (sample, step, _) = shape, strides
+    return _Job(_Matrix(samples, length, outputs, 1, sample, step, 0), _Way(*along), _Way(*across), bias, dtype, device)
 
 
 def _way(
     block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | None,
     format: str, granularity: str, group: int, rounding: str,
-) -> _Way:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
+    """The fields of a `_Way`, which costs more than they do."""
     rank = len(rows) if draw is None else draw.shape[0]
-    return _Way(block, tuple(rows), tuple(signs), rank, draw is not None, format, granularity, group, rounding)
+    return block, tuple(rows), tuple(signs), rank, draw is not None, format, granularity, group, rounding
 
 
 def _specimen(x: str, holder: str, along: str, across: str, rank: int) -> list[Specimen]:
