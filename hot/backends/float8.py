@@ -23,8 +23,11 @@ def fits_rows(a: Tensor, b: Tensor) -> bool:
 def rows_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """By the library's float8 product. Only bfloat16 results come with scales a row; the others are scaled afterwards."""
     if dtype == torch.bfloat16 and (a_scale.numel() > 1 or b_scale.numel() > 1):
-        scales = a_scale.expand(a.shape[0], 1).contiguous(), b_scale.expand(b.shape[0], 1).T.contiguous()
-        return torch._scaled_mm(a, b.T, *scales, out_dtype=dtype, use_fast_accum=False)
+        own, other = (
+            (scale if scale.shape[0] == codes.shape[0] else scale.expand(codes.shape[0], 1)).contiguous()
+            for codes, scale in ((a, a_scale), (b, b_scale))
+        )
+        return torch._scaled_mm(a, b.T, own, other.T, out_dtype=dtype, use_fast_accum=False)
     one = torch.ones((), device=a.device)
     sums = torch._scaled_mm(a, b.T, one, one, out_dtype=torch.float32, use_fast_accum=False)
     return sums.mul_(a_scale).mul_(b_scale.T).to(dtype)

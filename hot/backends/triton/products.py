@@ -10,6 +10,7 @@ Codes of 4 bits held as e4m3 floats are multiplied exactly by the second: see `i
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -20,7 +21,16 @@ from hot.backends.float8 import blocks_product, fits_blocks, fits_rows, rows_pro
 from hot.backends.ops import INT32_TERMS, factors_out, is_tiled
 from hot.backends.table import register_kernel
 from hot.backends.triton.gemm import block_kernel, copied_kernel, integer_kernel, rescale_kernel, streamed_kernel
-from hot.backends.triton.launch import Launch, Specimen, capability, cdiv, multiprocessors, on_device, specimen
+from hot.backends.triton.launch import (
+    Launch,
+    Specimen,
+    by_settings,
+    capability,
+    cdiv,
+    multiprocessors,
+    on_device,
+    specimen,
+)
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 HELD = {torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
@@ -64,15 +74,9 @@ class _Integers:
         self.m, self.n, self.k, self.steps, self.dtype, self.many = m, n, k, steps, dtype, many
         self.key: Key = (bucket(m), bucket(n), bucket(k), int(copies), OUT[dtype])
         self.rescale = Launch(rescale_kernel, cdiv(m * n, 1024), (n, m * n, *steps), ELEMENTS=1024)
-        self._launches: dict[int, tuple[Launch, Config]] = {}
+        self.product = by_settings(self._product)
 
-    def launch(self, settings: Config) -> Launch:
-        found = self._launches.get(id(settings))
-        if found is None:  # with the settings, so that their id stays theirs
-            found = self._launches[id(settings)] = self._made(settings), settings
-        return found[0]
-
-    def _made(self, settings: Config) -> Launch:
+    def _product(self, settings: Config) -> Launch:
         constants = {name: value for name, value in settings.items() if name != "copied"}
         sizes = self.m, self.n, self.k
         tiles = cdiv(self.m, settings["BM"]) * cdiv(self.n, settings["BN"])
@@ -88,7 +92,7 @@ class _Integers:
         out = torch.empty(self.m, self.n, dtype=self.dtype, device=a.device)
 
         def run(settings: Config) -> None:
-            product = self.launch(settings)
+            product = self.product(settings)
             if not settings["copied"]:
                 product(a, b, out, a_scale, b_scale)
                 return
@@ -158,7 +162,7 @@ def _block_launch(
 
 def _k_block(*groups: int) -> int:
     """The largest K-block up to 128 that divides every group (0: no groups), 0 where it is less than 16."""
-    block = next(size for size in (128, 64, 32, 16, 1) if all(group % size == 0 for group in groups))
+    block = math.gcd(128, *groups)
     return block if block >= 16 else 0
 
 
@@ -170,11 +174,11 @@ def _serves(
         return False
     if (a.dtype == torch.int8) != (b.dtype == torch.int8):
         return False
-    if factors_out(a_scale, a_group) and factors_out(b_scale, b_group) and a.shape[1] > INT32_TERMS:
+    if a.shape[1] > INT32_TERMS and factors_out(a_scale, a_group) and factors_out(b_scale, b_group):
         return False
-    return all(group or scale.shape[1] == 1 for scale, group in ((a_scale, a_group), (b_scale, b_group))) and (
-        _k_block(a_group, b_group) > 0
-    )
+    if not (a_group or a_scale.shape[1] == 1) or not (b_group or b_scale.shape[1] == 1):
+        return False
+    return _k_block(a_group, b_group) > 0
 
 
 @register_kernel("matmul", backend="triton", supports=_serves)
