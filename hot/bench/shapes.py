@@ -134,12 +134,12 @@ class LayerSet:
 
 
 SETS = {
-    "llm": LayerSet(_llm),
-    "vit": LayerSet(_vit, batch=256),
+    "llm": LayerSet(_llm, modes=("eager", "graph")),
+    "vit": LayerSet(_vit, batch=256, modes=("eager", "graph")),
     "latency": LayerSet(
         _latency, baselines=("bf16", "fp32"), modes=("eager", "graph"), peers=False, summary="geometric mean"
     ),
-    "resnet50": LayerSet(resnet50, batch=256, baselines=("bf16",), peers=False, summary="sum"),
+    "resnet50": LayerSet(resnet50, batch=256, baselines=("bf16",), modes=("graph",), peers=False, summary="sum"),
 }
 CUSTOM = LayerSet(lambda batch: [])
 """What a layer from ``--shape`` is measured as."""

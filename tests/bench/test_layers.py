@@ -131,7 +131,7 @@ def test_the_grid_stops_where_the_verdict_is_known(monkeypatch: pytest.MonkeyPat
     """HOT wins from 1000 tokens and 1000 features on, whatever is measured; every verdict is that one."""
     asked = []
 
-    def rows(self: Bench, layer: Layer, passes: tuple[str, ...]) -> list[Row]:
+    def rows(self: Bench, layer: Layer, graph: bool, passes: tuple[str, ...]) -> list[Row]:
         asked.append(layer)
         wins = layer.tokens >= 1000 and min(layer.outputs, layer.weight[1]) >= 1000
         return [

@@ -82,9 +82,11 @@ def test_layers(tables: ModuleType) -> None:
         "torchao float8": 6.0,
         "torchao int8": "none",
     }
-    save(tables, "layers_vit_h200", rows_of(LayerSet(list), [linear(8, 4, 2, "fc1")], times))
+    fc1 = [linear(8, 4, 2, "fc1")]
+    eager = rows_of(LayerSet(list), fc1, {"bf16": 3.0, "hot": 12.0})
+    save(tables, "layers_vit_h200", [*eager, *rows_of(LayerSet(list), fc1, times, ("graph",))])
     (row,) = tables.layers_table().splitlines()[2:]
-    assert row == "| fc1 (8, 4, 2) | 3.00 ms | 4.00 ms | 0.75 | 1.50 | 7.50 | 0.50× | – | 2.00 ms | 25 % |"
+    assert row == "| fc1 (8, 4, 2) | 3.00 ms | 4.00 ms | 0.75 | 0.25 | 1.50 | 7.50 | 0.50× | – | 2.00 ms | 25 % |"
     header, line = tables.layers_table().splitlines()[:2]
     assert header.count("|") == line.count("|") == row.count("|")
 
@@ -105,7 +107,8 @@ def test_latency(tables: ModuleType) -> None:
 
 def test_resnet(tables: ModuleType) -> None:
     layer = Layer("1x1 64-256 56/1", (2, 4, 3, 3), 2, kernel=1, count=4)
-    save(tables, "layers_resnet50_h200", rows_of(LayerSet(list, summary="sum"), [layer], {"bf16": 1.0, "hot": 2.0}))
+    rows = rows_of(LayerSet(list, summary="sum"), [layer], {"bf16": 1.0, "hot": 2.0}, ("graph",))
+    save(tables, "layers_resnet50_h200", rows)
     assert tables.resnet_table().splitlines()[2:] == [
         "| 1x1 64-256 56/1 | 4 | 1.00 ms | 2.00 ms | 0.50× |",
         "| sum | 4 | 4.00 ms | 8.00 ms | 0.50× |",
