@@ -103,7 +103,7 @@ def figure(row: dict[str, str] | None, column: str, form: str = "{:.2f}", scale:
 
 
 def layers_table() -> str:
-    """Backward of the linear layers of an LLM and a ViT as CUDA graphs, against dense in three precisions and other libraries."""
+    """Backward of the linear layers of an LLM and a ViT as CUDA graphs, against dense in three precisions and its peers."""
     rows = [row for name in ("layers_llm_h200", "layers_vit_h200") if exists(name) for row in read(name)]
     columns = (
         "`hot` | × bf16 | in eager calls | × TF32 | × FP32 | torchao float8 | torchao int8 | "
