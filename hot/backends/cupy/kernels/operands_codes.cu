@@ -126,6 +126,7 @@ struct Coder {
             if (ACROSS != NONE) t = transposed(corner, j);
             if (ALONG != NONE) {
                 const uint4 b = block(corner, j);
+                __syncwarp();  // codes go where blocks up to this one were
                 const unsigned own = ALONG_ROUNDING == HASHED ? shared.pairs[SIDE / 2 * j + lane.g] : 0;
                 float d[2][4];
                 multiply<T>(d[0], along, make_uint2(b.x, b.y));
