@@ -153,16 +153,19 @@ def latency_table() -> str:
 
 
 def resnet_table() -> str:
-    """Backward of the convolutions of ResNet-50, against cuDNN's."""
+    """Backward of the convolutions of ResNet-50 against cuDNN's: `hot` everywhere, and where the crossover table has it."""
     rows = read("layers_resnet50_h200")
+    trained = by_layer(read("layers_resnet50_auto_h200")) if exists("layers_resnet50_auto_h200") else {}
     lines = [
-        f"| convolution, channels, size / stride, {machine(rows)} | times | cuDNN, bf16 | `hot` | against bf16 |",
-        "| --- | --- | --- | --- | --- |",
+        f"| convolution, channels, size / stride, {machine(rows)} | times | cuDNN, bf16 | `hot` | against bf16 | `auto` |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
+    key = "hot", "backward", "graph"
     for name, of in by_layer(rows).items():
-        hot, dense = of["hot", "backward", "graph"], of["bf16", "backward", "graph"]
+        hot, dense = of[key], of["bf16", "backward", "graph"]
         times = [figure(row, "p50_ms", "{:.2f} ms") for row in (dense, hot)]
-        lines.append(f"| {name} | {hot['count']} | {times[0]} | {times[1]} | {figure(hot, 'vs_bf16', '{:.2f}×')} |")
+        ratios = [figure(row, "vs_bf16", "{:.2f}×") for row in (hot, trained.get(name, {}).get(key))]
+        lines.append(f"| {' | '.join([name, hot['count'], *times, *ratios])} |")
     return "\n".join(lines)
 
 

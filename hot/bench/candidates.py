@@ -119,13 +119,15 @@ def _at(precision: str, call: Callable[[], object]) -> Callable[[], Any]:
 
 
 @contextmanager
-def settled(device: torch.device) -> Iterator[None]:
-    """HOT on every layer that a policy gives it to; torch at its best, and able to run a compiled backward twice."""
+def settled(device: torch.device, as_in_training: bool = False) -> Iterator[None]:
+    """HOT on every layer that a policy gives it to, or `as_in_training` where the crossover table does; torch at its best, and
+    able to run a compiled backward twice."""
     import torch._functorch.config
 
     with ExitStack() as stack:
         stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        stack.enter_context(crossover.off())
+        if not as_in_training:
+            stack.enter_context(crossover.off())
         stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
         if device.type == "cuda":  # cuDNN chooses by trying, and its float32 is float32
             for flag, value in {"benchmark": True, "allow_tf32": False}.items():

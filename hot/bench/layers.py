@@ -56,7 +56,8 @@ Timings = Mapping[str, Timing | Failed]
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured of every layer, and how. dtype: the policies'; baselines: of BASELINES, that dtype's own comes along.
+    """What is measured of every layer, and how. dtype: the policies'; baselines: of BASELINES, that dtype's own comes along;
+    as_in_training: a policy leaves a layer to torch where the crossover table of the device says so.
 
     Raises HotError for another dtype than those of DTYPES, and for a policy that is called as something else is.
     """
@@ -68,6 +69,7 @@ class Bench:
     peers: bool = True
     repeats: int = 25
     seconds: float = 10.0
+    as_in_training: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -86,7 +88,7 @@ class Bench:
         """Every candidate in every pass of a layer of the set `of`. Raises HotError for a graph on the CPU."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         rows: list[Row] = []
-        with settled(self.device):
+        with settled(self.device, self.as_in_training):
             baselines = tuple(dict.fromkeys((self.own, *self.baselines)))
             found = candidates(layer, self.policies, baselines, dtype, self.device, self.peers)
             sets = sets_for(layer.numel * dtype.itemsize, self.device)

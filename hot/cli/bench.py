@@ -104,6 +104,9 @@ def layers(
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Images in vit and resnet50, instead of 256.")] = None,
     peers: Annotated[bool, typer.Option(help="Time other libraries too, where they are installed.")] = True,
+    as_in_training: Annotated[
+        bool, typer.Option("--as-in-training", help="Leave layers to torch where the crossover table says so.")
+    ] = False,
     repeats: Repeats = 25,
     output: Output = None,
     as_json: AsJson = False,
@@ -148,6 +151,7 @@ def layers(
                 baselines,
                 peers and found.peers,
                 repeats,
+                as_in_training=as_in_training,
             )
             rows: list[Row] = []
             for each in mode or (found.modes if on_gpu else ("eager",)):

@@ -127,6 +127,20 @@ def test_wrong_settings() -> None:
         setup().rows(SMALL, graph=True)
 
 
+@pytest.mark.parametrize("as_in_training", [False, True])
+def test_layers_are_left_to_torch_as_in_training(as_in_training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only if asked: then the executor follows the crossover table."""
+    asked: list[bool] = []
+
+    def leaves_exact(*args: object) -> bool:
+        asked.append(not crossover._is_off)
+        return False
+
+    monkeypatch.setattr(executor, "leaves_exact", leaves_exact)
+    setup(as_in_training=as_in_training).rows(SMALL)
+    assert {*asked} == {as_in_training}
+
+
 def test_the_grid_stops_where_the_verdict_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """HOT wins from 1000 tokens and 1000 features on, whatever is measured; every verdict is that one."""
     asked = []

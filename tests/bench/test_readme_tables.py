@@ -110,6 +110,6 @@ def test_resnet(tables: ModuleType) -> None:
     rows = rows_of(LayerSet(list, summary="sum"), [layer], {"bf16": 1.0, "hot": 2.0}, ("graph",))
     save(tables, "layers_resnet50_h200", rows)
     assert tables.resnet_table().splitlines()[2:] == [
-        "| 1x1 64-256 56/1 | 4 | 1.00 ms | 2.00 ms | 0.50× |",
-        "| sum | 4 | 4.00 ms | 8.00 ms | 0.50× |",
+        "| 1x1 64-256 56/1 | 4 | 1.00 ms | 2.00 ms | 0.50× | – |",
+        "| sum | 4 | 4.00 ms | 8.00 ms | 0.50× | – |",
     ]
