@@ -137,6 +137,7 @@ def test_layers_are_left_to_torch_as_in_training(as_in_training: bool, monkeypat
         return False
 
     monkeypatch.setattr(executor, "leaves_exact", leaves_exact)
+    monkeypatch.setattr(crossover, "_is_off", False)
     setup(as_in_training=as_in_training).rows(SMALL)
     assert {*asked} == {as_in_training}
 
