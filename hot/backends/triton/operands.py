@@ -52,25 +52,16 @@ def _place(first, per, length, samples, j, N: tl.constexpr, WRAPS: tl.constexpr)
 
 @triton.jit
 def _load(
-    x, piece, first, column, samples, length, per, columns, stride, step, piece_stride,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, WRAPS: tl.constexpr, COPIED: tl.constexpr,
+    x, first, column, samples, length, per, columns, stride, step,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, WRAPS: tl.constexpr,
 ):  # fmt: skip
-    """A tile (M blocks, N, C columns) of the matrix from block `first` and `column` on; zeros outside.
-
-    COPIED: x is a descriptor of tiles (sample or piece, rows, columns), and no tile reaches over two samples.
-    """
-    if COPIED:
-        sample = first // per
-        return tl.reshape(x.load([sample + piece, (first - sample * per) * N, column]), (M, N, C))
-    else:
-        i = tl.arange(0, N)
-        c = tl.arange(0, C)
-        sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, WRAPS)
-        block = (
-            x + piece.to(tl.int64) * piece_stride + column + (sample.to(tl.int64) * stride + start.to(tl.int64) * step)
-        )
-        inside = (i[None, :, None] < left[:, None, None]) & (c < columns - column)[None, None, :]
-        return tl.load(block[:, None, None] + (i * step)[None, :, None] + c[None, None, :], mask=inside, other=0.0)
+    """A tile (M blocks, N, C columns) of the matrix from block `first` and `column` on; zeros outside."""
+    i = tl.arange(0, N)
+    c = tl.arange(0, C)
+    sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, WRAPS)
+    block = x + column + (sample.to(tl.int64) * stride + start.to(tl.int64) * step)
+    inside = (i[None, :, None] < left[:, None, None]) & (c < columns - column)[None, None, :]
+    return tl.load(block[:, None, None] + (i * step)[None, :, None] + c[None, None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -230,7 +221,7 @@ def largest_kernel(
     samples, length, per, columns, stride, step, piece_stride, row_tiles, along_at, across_at, sums_at,
     ALONG: tl.constexpr, ACROSS: tl.constexpr, SUMS: tl.constexpr,
     A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, WRAPS: tl.constexpr, COPIED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, WRAPS: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitudes of coefficients without their gain, and the sums of columns, of TILES tiles of rows.
 
@@ -238,6 +229,7 @@ def largest_kernel(
     """
     column, group, piece = _program(columns, row_tiles, C)
     c = column + tl.arange(0, C)
+    x += piece.to(tl.int64) * piece_stride
     along = _basis(along_matrix, ALONG_RANK, A, AR)
     across = _basis(across_matrix, ACROSS_RANK, N, R)
     upper, lower = tl.zeros((C, R), tl.int32), tl.zeros((C, R), tl.uint32)
@@ -246,9 +238,7 @@ def largest_kernel(
     along_tops = work + along_at + (piece * tl.cdiv(columns, C) + column // C).to(tl.int64) * (samples * length)
     for tile in range(TILES):
         first = (group * TILES + tile) * M
-        t = _load(
-            x, piece, first, column, samples, length, per, columns, stride, step, piece_stride, M, N, C, WRAPS, COPIED
-        )  # fmt: skip
+        t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
         if ACROSS != "":
             more, less = _extremes(_across(t, across))
             upper, lower = tl.maximum(upper, more), tl.maximum(lower, less)
@@ -367,7 +357,7 @@ def quantize_kernel(
     ALONG: tl.constexpr, ACROSS: tl.constexpr, ALONG_GAIN: tl.constexpr, ACROSS_GAIN: tl.constexpr,
     ALONG_LIMIT: tl.constexpr, ACROSS_LIMIT: tl.constexpr, ALONG_ROUNDING: tl.constexpr, ACROSS_ROUNDING: tl.constexpr,
     A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, FLAT: tl.constexpr, WRAPS: tl.constexpr, COPIED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, FLAT: tl.constexpr, WRAPS: tl.constexpr,
 ):  # fmt: skip
     """Codes of one tile, M blocks of N rows × C columns.
 
@@ -376,9 +366,8 @@ def quantize_kernel(
     """
     column, tile, piece = _program(columns, row_tiles, C)
     first = tile * M
-    t = _load(
-        x, piece, first, column, samples, length, per, columns, stride, step, piece_stride, M, N, C, WRAPS, COPIED
-    )
+    x += piece.to(tl.int64) * piece_stride
+    t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
     if ALONG != "":
         basis = _basis(along_matrix, ALONG_RANK, A, AR)
         _write_along(
