@@ -398,7 +398,7 @@ def _way(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The fields of a `_Way`, which costs more than they do."""
     rank = len(rows) if draw is None else draw.shape[0]
-    return block, tuple(rows), tuple(signs), rank, draw is not None, format, granularity, group, rounding
+    return block, tuple(rows), tuple(signs), rank, draw is not None and block > 1, format, granularity, group, rounding
 
 
 def _specimen(x: str, holder: str, along: str, across: str, rank: int) -> list[Specimen]:

@@ -90,3 +90,13 @@ def test_what_is_left_to_the_reference() -> None:
     assert not kernels["triton.hadamard"].supports(torch.randn(8192), 8192)
     assert not kernels["triton.project"].supports(torch.randn(48), 16, (0, 0), (), 0, "pad", None)
     assert kernels["triton.project"].supports(x=x, block=16, rows=(0, 1), signs=(), prefix=0, tail="pad", draw=None)
+
+
+def test_a_draw_without_a_transform_is_none_fused() -> None:
+    """Of a block of one element there is nothing to draw: the operand is that of no draw."""
+    x, how = torch.randn(6, 2, 32), ("int8", "row", 0, "hashed", ())
+    for view in (x, x.permute(2, 1, 0)):
+        got, want = (
+            OURS.transform_quantize(view, 1, (0,), (), 0, "pad", draw, *how) for draw in (torch.tensor([0]), None)
+        )
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
