@@ -39,7 +39,8 @@ def accuracy_table() -> str:
         layers, saved = ([value / 2**20 for value in figures(c)] for c in ("saved_bytes_in_layers", "saved_bytes"))
         step = [median(float(row["step_ms"]) for row in of) for of in runs.values()]
         first = runs["hot"][0]
-        device = f"CPU, {first['threads']} thread" if first["device"] == "cpu" else first["device"]
+        threads = f"{first['threads']} thread{'s' if first['threads'] != '1' else ''}"
+        device = f"CPU, {threads}" if first["device"] == "cpu" else first["device"]
         lines.append(
             f"| {title} | {device} | {len(runs['hot'])} | {accuracy[0]:.1f} % → {accuracy[1]:.1f} % | "
             f"{layers[0]:.1f} → {layers[1]:.1f} MiB | {saved[0]:.1f} → {saved[1]:.1f} MiB | {step[0]:.0f} → {step[1]:.0f} ms |"
