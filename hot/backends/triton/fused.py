@@ -8,11 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hot.backends.ops import bits_of, code_dtype, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import Launch, Specimen, by_settings, cdiv, on_device, power_of_2, specimen
+from hot.backends.triton.launch import (
+    Launch,
+    Specimen,
+    by_settings,
+    capability,
+    cdiv,
+    on_device,
+    power_of_2,
+    specimen,
+)
 from hot.backends.triton.operands import largest_kernel, quantize_kernel, scales_kernel
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
@@ -33,6 +43,29 @@ class _Matrix(NamedTuple):
     @property
     def rows(self) -> int:
         return self.samples * self.length
+
+    @property
+    def outer(self) -> tuple[int, int]:
+        """How many matrices of `length` × `columns` there are, and how far apart."""
+        if self.samples == self.pieces == 1:
+            return 1, self.length * self.step
+        return (self.samples, self.stride) if self.pieces == 1 else (self.pieces, self.piece_stride)
+
+    def merged(self, side: int) -> _Matrix:
+        """The same as one sample, where each begins behind the one before and with a block of its own."""
+        if self.stride != self.length * self.step or self.length % side:
+            return self
+        return self._replace(samples=1, length=self.samples * self.length)
+
+    def can_be_copied(self, size: int) -> bool:
+        """Whether a copy engine takes tiles of it, where elements have so many bytes: its strides are units of 16."""
+        strides = self.step * size, self.outer[1] * size
+        return all(stride > 0 and stride % 16 == 0 for stride in strides)
+
+    def tiles(self, x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+        """Its tiles (1, rows, columns), with zeros where they reach beyond it."""
+        count, far = self.outer
+        return TensorDescriptor(x, [count, self.length, self.columns], [far, self.step, 1], [1, rows, columns])
 
 
 class _Way(NamedTuple):
@@ -143,44 +176,56 @@ def _serves(
 
 def _tiles(key: Key) -> int:
     """Many tiles a program, but some hundred programs."""
-    _, _, _, rows, columns, _ = key
+    _, _, _, rows, columns, _, _ = key
     assert isinstance(rows, int) and isinstance(columns, int)
     return min(max(2 ** (rows + columns) // 64**2 // 512, 1), 8)
 
 
+_READ = {"ROWS": 64, "C": 64, "num_warps": 2, "num_stages": 2, "copied": 0}
+_WRITTEN = {"ROWS": 64, "C": 64, "num_warps": 2, "maxnreg": 128, "copied": 0}
+_SHAPES = [
+    {"ROWS": rows, "C": columns, "num_warps": warps}
+    for rows, columns, warps in ((64, 64, 2), (64, 64, 4), (32, 128, 2), (64, 128, 4), (128, 64, 4))
+]
+
 LARGEST = family(
     "operands_largest",
-    lambda key: {"ROWS": 64, "C": 64, "TILES": _tiles(key), "num_warps": 2},
+    lambda key: _READ | {"TILES": _tiles(key)},
     lambda key: [
-        {"ROWS": rows, "C": columns, "TILES": tiles, "num_warps": warps}
-        for rows, columns, warps in ((64, 64, 2), (64, 64, 4), (32, 64, 2), (64, 128, 4))
+        _READ | shape | {"TILES": tiles, "copied": copied, "num_stages": stages}
+        for shape in _SHAPES
         for tiles in sorted({_tiles(key), 4, 8, 16})
+        for copied, stages in ((0, 1), (0, 2), *(((1, 2), (1, 3)) if key[-1] else ()))
     ],
 )
-"""Shape class: the operands that are made, block sides, classes of the sizes, dtype."""
+"""Shape class: the operands that are made, block sides, classes of the sizes, dtype, whether tiles may be copied."""
 QUANTIZE = family(
     "operands_quantized",
-    lambda key: {"ROWS": 64, "C": 64, "num_warps": 2, "maxnreg": 128},
+    lambda key: _WRITTEN,
     lambda key: [
-        {"ROWS": rows, "C": columns, "num_warps": warps, "maxnreg": registers}
-        for rows, columns, warps in ((64, 64, 2), (64, 128, 4), (32, 128, 2), (128, 64, 4))
+        _WRITTEN | shape | {"maxnreg": registers, "copied": copied}
+        for shape in _SHAPES
         for registers in (128, 168)
+        for copied in range(int(key[-1]) + 1)
     ],
 )
-"""Shape class: as of LARGEST."""
+"""Shape class: as of LARGEST. copied: 1 where tiles come by the copy engine, in advance; chosen by tuning only, until it is
+measured."""
 
 
 class _Job:
     """Operands of one size: what is allocated, and the launches by their settings."""
 
     def __init__(
-        self, m: _Matrix, along: _Way | None, across: _Way | None, sums: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, m: _Matrix, along: _Way | None, across: _Way | None, sums: bool, dtype: torch.dtype, device: torch.device,
+        aligned: bool,
+    ) -> None:  # fmt: skip
         some = along or across
         assert some is not None
-        self.m, self.sums, self.device, self.dtype = m, sums, device, dtype
-        self.along, self.across = (way or some._replace(granularity="", drawn=False) for way in (along, across))
         self.side = across.side if across else IDENTITY
+        self.m = m = m.merged(self.side)
+        self.sums, self.device, self.dtype = sums, device, dtype
+        self.along, self.across = (way or some._replace(granularity="", drawn=False) for way in (along, across))
         self.per = cdiv(m.length, self.side)  # blocks a sample
         self.along_piece, self.across_sample = self.along.k(m.columns), self.across.k(m.length)
         self.factors = self.along.factors(m.rows), self.across.factors(m.columns)
@@ -197,40 +242,55 @@ class _Job:
         self.bases = [way.basis(dtype, device) for way in (self.along, self.across)]
         kinds = "+".join(name for name, way in (("along", along), ("across", across)) if way)
         sides = self.along.side, self.across.side
-        self.key: Key = (kinds, *sides, bucket(m.rows), bucket(m.columns), DTYPES[dtype])
+        self.key: Key = (
+            kinds,
+            *sides,
+            bucket(m.rows),
+            bucket(m.columns),
+            DTYPES[dtype],
+            int(aligned and self._copies()),
+        )
         self.search, self.quantize = by_settings(self._search), by_settings(self._quantize)
 
-    def _constants(self, settings: Config, blocks: int, columns: int) -> dict[str, Any]:
-        a, b = self.along, self.across
-        return {
+    def _copies(self) -> bool:
+        """Whether tiles may be copied, where x is aligned. A tile that is copied ends with its sample: so not where much of it
+        would be empty, nor for groups of K, which know no blocks between samples."""
+        m, blocks = self.m, max(64 // self.side, 1)
+        whole = m.samples == 1 or (bool(self.across.scaled_by) and cdiv(self.per, blocks) * blocks < 1.5 * self.per)
+        return whole and m.can_be_copied(self.dtype.itemsize) and capability(self.device) >= (9, 0)
+
+    def _sized(
+        self, settings: Config, blocks: int, columns: int, tiles: int
+    ) -> tuple[int, int, tuple[int, ...], dict[str, Any]]:
+        """(programs, tiles of rows, numbers, constants) of both kernels for so many tiles of blocks × columns a program."""
+        m, a, b = self.m, self.along, self.across
+        columns = max(columns, a.side)
+        per = cdiv(self.per, blocks) * blocks if settings["copied"] else self.per  # whole tiles a sample
+        row_tiles = cdiv(m.samples * per, blocks * tiles)
+        numbers = m.samples, m.length, per, m.columns, m.stride, m.step, m.piece_stride, row_tiles
+        meets = 1 if m.samples == 1 else 3 if blocks > per else 2
+        constants = {
             "A": a.side, "AR": a.width, "R": b.width, "ALONG_RANK": a.kept, "ACROSS_RANK": b.kept,
-            "M": blocks, "N": self.side, "C": max(columns, a.side),
-            "WRAPS": blocks > self.per, "num_warps": settings["num_warps"],
+            "M": blocks, "N": self.side, "C": columns, "MEETS": meets, "COPIED": bool(settings["copied"]),
             "enable_fp_fusion": False,  # every operation is rounded by itself, as the reference's are
         }  # fmt: skip
-
-    def _sized(self, constants: dict[str, Any], tiles: int) -> tuple[int, int, tuple[int, ...]]:
-        """(programs, tiles of rows, the numbers that both kernels take) for so many tiles a program."""
-        m = self.m
-        row_tiles = cdiv(m.samples * self.per, constants["M"] * tiles)
-        numbers = m.samples, m.length, self.per, m.columns, m.stride, m.step, m.piece_stride, row_tiles
-        return cdiv(m.columns, constants["C"]) * row_tiles * m.pieces, row_tiles, numbers
+        return cdiv(m.columns, columns) * row_tiles * m.pieces, row_tiles, numbers, constants
 
     def _search(self, settings: Config) -> tuple[Launch, Launch, int]:
         """The launches for largest magnitudes and for scales, and the elements of the work that they share."""
         m, a, b = self.m, self.along, self.across
-        constants = self._constants(settings, max(settings["ROWS"] // self.side, 1), settings["C"])
-        programs, row_tiles, numbers = self._sized(constants, settings["TILES"])
+        blocks, tiles = max(settings["ROWS"] // self.side, 1), settings["TILES"]
+        programs, row_tiles, numbers, constants = self._sized(settings, blocks, settings["C"], tiles)
         parts = [
-            programs if way.scaled_by == "tensor" else tiles
-            for way, tiles in ((a, cdiv(m.columns, constants["C"]) * m.pieces), (b, row_tiles))
+            programs if way.scaled_by == "tensor" else seen
+            for way, seen in ((a, cdiv(m.columns, constants["C"]) * m.pieces), (b, row_tiles))
         ]
         along_at = self.across_factors + _even(self.factors[1])
         across_at = along_at + _even(parts[0] * self.factors[0])
         sums_at = across_at + _even(parts[1] * self.factors[1])
         largest = Launch(
             largest_kernel, programs, (*numbers, along_at, across_at, sums_at), ALONG=a.scaled_by, ACROSS=b.scaled_by,
-            SUMS=self.sums, TILES=settings["TILES"], **constants,
+            SUMS=self.sums, TILES=tiles, num_warps=settings["num_warps"], num_stages=settings["num_stages"], **constants,
         )  # fmt: skip
         columns = m.columns if self.sums else 0
         (along_p, along_rows), (across_p, across_rows) = (
@@ -255,16 +315,17 @@ class _Job:
             blocks, columns = b.tile // self.side, max(8192 // b.tile, 16)
         if b.granularity == "tile":
             blocks, columns = b.tile // self.side, b.group
-        constants = self._constants(settings, blocks, columns)
+        programs, _, numbers, constants = self._sized(settings, blocks, columns, 1)
+        warps = settings["num_warps"]
         if {a.granularity, b.granularity} & {"block", "tile"}:  # the group makes the tile: warps to fit
-            constants["num_warps"] = min(max(constants["M"] * self.side * constants["C"] // 2048, 2), 8)
-        programs, _, numbers = self._sized(constants, 1)
+            warps = min(max(blocks * self.side * constants["C"] // 2048, 2), 8)
         ks = self.along_piece * m.pieces, self.along_piece, self.across_sample * m.samples, self.across_sample
         return Launch(
             quantize_kernel, programs, (*numbers, *ks, self.across_factors), ALONG=a.granularity, ACROSS=b.granularity,
             ALONG_GAIN=a.gain, ACROSS_GAIN=b.gain, ALONG_LIMIT=a.limit, ACROSS_LIMIT=b.limit,
             ALONG_ROUNDING=a.rounding, ACROSS_ROUNDING=b.rounding,
-            FLAT=m.samples == 1 or self.across_sample == self.per * b.kept, maxnreg=settings["maxnreg"], **constants,
+            FLAT=m.samples == 1 or (self.across_sample == self.per * b.kept and numbers[2] == self.per),
+            num_warps=warps, maxnreg=settings["maxnreg"], **constants,
         )  # fmt: skip
 
     def __call__(self, x: Tensor, draw: Tensor | None) -> list[Tensor]:
@@ -287,16 +348,23 @@ class _Job:
             nonlocal work
             largest, scales, size = self.search(settings)
             work = torch.empty(size, dtype=torch.float32, device=device)
-            largest(x, *bases, work)
+            largest(self._seen(x, largest), *bases, work)
             scales(work, along[1], across[1], sums)
+
+        def quantize(settings: Config) -> None:
+            run = self.quantize(settings)
+            run(self._seen(x, run), *bases, work, *along, *across)
 
         with on_device(x):
             if self.searches:
                 launch(LARGEST, self.key, device, search)
-            launch(
-                QUANTIZE, self.key, device, lambda settings: self.quantize(settings)(x, *bases, work, *along, *across)
-            )
+            launch(QUANTIZE, self.key, device, quantize)
         return [*made, sums] if self.sums else made
+
+    def _seen(self, x: Tensor, run: Launch) -> Tensor | TensorDescriptor:
+        """x as a launch takes it."""
+        tile = run.constants
+        return self.m.tiles(x, tile["M"] * tile["N"], tile["C"]) if tile["COPIED"] else x
 
 
 def _even(n: int) -> int:
@@ -329,18 +397,23 @@ def transform_quantize(
     if x.stride(2) != 1 and not _is_across(x):
         x = x.contiguous()
     way = _way(block, rows, signs, draw, format, granularity, group, rounding)
-    codes, scale = _operand(x.shape, x.stride(), x.dtype, x.device, way)(x, draw)
+    codes, scale = _operand(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0, way)(x, draw)
     return codes, scale
 
 
 @lru_cache(maxsize=4096)
 def _operand(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, way: tuple[Any, ...]
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    aligned: bool,
+    way: tuple[Any, ...],
 ) -> _Job:
     (count, samples, length), (row, sample, step) = shape, strides
     if step == 1:
-        return _Job(_Matrix(1, count, length, samples, 0, row, sample), _Way(*way), None, False, dtype, device)
-    return _Job(_Matrix(samples, length, count, 1, sample, step, 0), None, _Way(*way), False, dtype, device)
+        return _Job(_Matrix(1, count, length, samples, 0, row, sample), _Way(*way), None, False, dtype, device, aligned)
+    return _Job(_Matrix(samples, length, count, 1, sample, step, 0), None, _Way(*way), False, dtype, device, aligned)
 
 
 def _serves_gradient(
@@ -378,18 +451,20 @@ def grad_output_operands(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     along = _way(i_block, i_rows, i_signs, None, i_format, i_granularity, i_group, i_rounding)
     across = _way(w_block, w_rows, w_signs, w_draw, w_format, w_granularity, w_group, w_rounding)
-    made = _gradient(g.shape, g.stride(), g.dtype, g.device, along, across, bias)(g, w_draw)
+    made = _gradient(g.shape, g.stride(), g.dtype, g.device, g.data_ptr() % 16 == 0, along, across, bias)(g, w_draw)
     i_codes, i_scale, w_codes, w_scale, sums = made if bias else (*made, g.new_empty(0))
     return i_codes, i_scale, w_codes, w_scale, sums
 
 
 @lru_cache(maxsize=4096)
 def _gradient(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, aligned: bool,
     along: tuple[Any, ...], across: tuple[Any, ...], bias: bool,
 ) -> _Job:  # fmt: skip
     (samples, length, outputs), (sample, step, _) = shape, strides
-    return _Job(_Matrix(samples, length, outputs, 1, sample, step, 0), _Way(*along), _Way(*across), bias, dtype, device)
+    return _Job(
+        _Matrix(samples, length, outputs, 1, sample, step, 0), _Way(*along), _Way(*across), bias, dtype, device, aligned
+    )
 
 
 def _way(
@@ -401,29 +476,39 @@ def _way(
     return block, tuple(rows), tuple(signs), rank, draw is not None and block > 1, format, granularity, group, rounding
 
 
-def _specimen(x: str, holder: str, along: str, across: str, rank: int) -> list[Specimen]:
-    pointers = {"x": f"*{x}", "along_matrix": f"*{x}", "across_matrix": f"*{x}", "work": "*fp32"}
-    shared = dict(A=16, AR=16, R=rank, M=4, N=16, C=128, WRAPS=False, ALONG_RANK=16, ACROSS_RANK=rank)
+def _specimen(
+    x: str, holder: str, along: str, across: str, rank: int, meets: int = 2, copied: bool = False
+) -> list[Specimen]:
+    matrices = {"along_matrix": f"*{x}", "across_matrix": f"*{x}", "work": "*fp32"}
+    pointers = {"x": f"tensordesc<{x}[1, 64, 128]>" if copied else f"*{x}", **matrices}
+    shared = dict(A=16, AR=16, R=rank, M=4, N=16, C=128, MEETS=meets, ALONG_RANK=16, ACROSS_RANK=rank, COPIED=copied)
     codes = {"along_codes": f"*{holder}", "across_codes": "*i8", "along_scale": "*fp32", "across_scale": "*fp32"}
     kinds = dict(ALONG_LIMIT=7, ACROSS_LIMIT=127, ALONG_GAIN=1.0, ACROSS_GAIN=0.7)
     roundings = dict(ALONG_ROUNDING="hashed", ACROSS_ROUNDING="nearest")
     found = {"ALONG": along if along != "block" else "", "ACROSS": across if across not in ("block", "tile") else ""}
+    parts = dict(ALONG_P=16, ALONG_ROWS=64, ACROSS_P=1024, ACROSS_ROWS=1, P=16, COLUMNS=64)
     scales = {"work": "*fp32", "along_scale": "*fp32", "across_scale": "*fp32", "sums": f"*{x}"}
     return [
         specimen(
-            quantize_kernel, {**pointers, **codes}, ALONG=along, ACROSS=across, FLAT=rank == 8,
-            **kinds, **roundings, **shared,
+            quantize_kernel,
+            {**pointers, **codes},
+            ALONG=along,
+            ACROSS=across,
+            FLAT=rank == 8,
+            **kinds,
+            **roundings,
+            **shared,
         ),
         specimen(largest_kernel, pointers, **found, SUMS=True, TILES=4, **shared),
-        specimen(
-            scales_kernel, scales, **kinds, ALONG_P=16, ALONG_ROWS=64, ACROSS_P=1024, ACROSS_ROWS=1, P=16, COLUMNS=64,
-        ),
-    ]  # fmt: skip
+        specimen(scales_kernel, scales, **kinds, **parts),
+    ]
 
 
 SPECIMENS = [
     *_specimen("bf16", "i8", "row", "row", 8),
-    *_specimen("fp16", "i8", "", "tensor", 16),
+    *_specimen("bf16", "i8", "row", "row", 8, copied=True),
+    *_specimen("bf16", "i8", "row", "row", 8, meets=1, copied=True),
+    *_specimen("fp16", "i8", "", "tensor", 16, meets=3),
     *_specimen("fp32", "i8", "block", "", 8),
-    *_specimen("bf16", "i8", "", "tile", 16),
+    *_specimen("bf16", "i8", "", "tile", 16, meets=1),
 ]

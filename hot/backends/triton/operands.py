@@ -36,32 +36,48 @@ def _program(columns, row_tiles, C: tl.constexpr):
 
 
 @triton.jit
-def _place(first, per, length, samples, j, N: tl.constexpr, WRAPS: tl.constexpr):
-    """(sample, first element in it, elements left of it) of block `first` + j, where a sample has `per` blocks of N."""
-    sample = first // per
-    block = first - sample * per + j
-    if WRAPS:  # a tile may reach over several samples
-        sample = sample + block // per
-        start = (block % per) * N
+def _place(first, per, length, samples, j, N: tl.constexpr, MEETS: tl.constexpr):
+    """(sample, first element in it, elements left of it) of block `first` + j, where a sample has `per` blocks of N.
+
+    MEETS: how many samples a tile meets: 1, there is no other; 2 at most; 3, any number.
+    """
+    if MEETS == 1:
+        start = (first + j) * N
+        return j * 0, start, length - start
     else:
-        over = (block >= per).to(tl.int32)
-        sample = sample + over
-        start = (block - over * per) * N
-    return sample, start, tl.where(sample < samples, length - start, 0)
+        sample = first // per
+        block = first - sample * per + j
+        if MEETS == 3:
+            sample = sample + block // per
+            start = (block % per) * N
+        else:
+            over = (block >= per).to(tl.int32)
+            sample = sample + over
+            start = (block - over * per) * N
+        return sample, start, tl.where(sample < samples, length - start, 0)
 
 
 @triton.jit
 def _load(
-    x, first, column, samples, length, per, columns, stride, step,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, WRAPS: tl.constexpr,
+    x, piece, first, column, samples, length, per, columns, stride, step, piece_stride,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, MEETS: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """A tile (M blocks, N, C columns) of the matrix from block `first` and `column` on; zeros outside."""
-    i = tl.arange(0, N)
-    c = tl.arange(0, C)
-    sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, WRAPS)
-    block = x + column + (sample.to(tl.int64) * stride + start.to(tl.int64) * step)
-    inside = (i[None, :, None] < left[:, None, None]) & (c < columns - column)[None, None, :]
-    return tl.load(block[:, None, None] + (i * step)[None, :, None] + c[None, None, :], mask=inside, other=0.0)
+    """A tile (M blocks, N, C columns) of the matrix from block `first` and `column` on; zeros outside.
+
+    COPIED: x is a descriptor of tiles (sample or piece, rows, columns), and no tile reaches over two samples.
+    """
+    if COPIED:
+        sample = 0 if MEETS == 1 else first // per
+        return tl.reshape(x.load([sample + piece, (first - sample * per) * N, column]), (M, N, C))
+    else:
+        i = tl.arange(0, N)
+        c = tl.arange(0, C)
+        sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, MEETS)
+        block = (
+            x + piece.to(tl.int64) * piece_stride + column + (sample.to(tl.int64) * stride + start.to(tl.int64) * step)
+        )
+        inside = (i[None, :, None] < left[:, None, None]) & (c < columns - column)[None, None, :]
+        return tl.load(block[:, None, None] + (i * step)[None, :, None] + c[None, None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -221,7 +237,7 @@ def largest_kernel(
     samples, length, per, columns, stride, step, piece_stride, row_tiles, along_at, across_at, sums_at,
     ALONG: tl.constexpr, ACROSS: tl.constexpr, SUMS: tl.constexpr,
     A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, WRAPS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, MEETS: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitudes of coefficients without their gain, and the sums of columns, of TILES tiles of rows.
 
@@ -229,7 +245,6 @@ def largest_kernel(
     """
     column, group, piece = _program(columns, row_tiles, C)
     c = column + tl.arange(0, C)
-    x += piece.to(tl.int64) * piece_stride
     along = _basis(along_matrix, ALONG_RANK, A, AR)
     across = _basis(across_matrix, ACROSS_RANK, N, R)
     upper, lower = tl.zeros((C, R), tl.int32), tl.zeros((C, R), tl.uint32)
@@ -238,7 +253,9 @@ def largest_kernel(
     along_tops = work + along_at + (piece * tl.cdiv(columns, C) + column // C).to(tl.int64) * (samples * length)
     for tile in range(TILES):
         first = (group * TILES + tile) * M
-        t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
+        t = _load(
+            x, piece, first, column, samples, length, per, columns, stride, step, piece_stride, M, N, C, MEETS, COPIED
+        )  # fmt: skip
         if ACROSS != "":
             more, less = _extremes(_across(t, across))
             upper, lower = tl.maximum(upper, more), tl.maximum(lower, less)
@@ -248,7 +265,7 @@ def largest_kernel(
                 every = tl.maximum(every, top)
             else:
                 r = tl.arange(0, M * N)
-                sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
+                sample, start, left = _place(first, per, length, samples, r // N, N, MEETS)
                 top = top.to(tl.float32, bitcast=True)
                 tl.store(along_tops + sample * length + start + r % N, top, mask=r % N < left)
         if SUMS:  # a column of ones sums what `across` multiplies as it lies
@@ -271,7 +288,7 @@ def largest_kernel(
 def _write_along(
     x, basis, factors, out, scales, first, column, piece, samples, length, per, k, in_piece,
     GRANULARITY: tl.constexpr, GAIN: tl.constexpr, LIMIT: tl.constexpr, ROUNDING: tl.constexpr, RANK: tl.constexpr,
-    WRAPS: tl.constexpr,
+    MEETS: tl.constexpr,
 ):  # fmt: skip
     """Codes of a tile's rows. k: K; in_piece: the part of K that one piece of the columns makes."""
     N: tl.constexpr = x.shape[1]
@@ -279,7 +296,7 @@ def _write_along(
     R: tl.constexpr = basis.shape[1]
     BLOCKS: tl.constexpr = x.shape[2] // A
     r = tl.arange(0, x.shape[0] * N)
-    sample, start, left = _place(first, per, length, samples, r // N, N, WRAPS)
+    sample, start, left = _place(first, per, length, samples, r // N, N, MEETS)
     row = (sample * length + start + r % N).to(tl.int64)
     inside = r % N < left
     y = _along(x, basis) * GAIN
@@ -306,7 +323,7 @@ def _write_along(
 def _write_across(
     x, basis, factors, out, scales, first, column, samples, length, per, columns, k, in_sample,
     GRANULARITY: tl.constexpr, GAIN: tl.constexpr, LIMIT: tl.constexpr, ROUNDING: tl.constexpr, RANK: tl.constexpr,
-    FLAT: tl.constexpr, WRAPS: tl.constexpr,
+    FLAT: tl.constexpr, MEETS: tl.constexpr,
 ):  # fmt: skip
     """Codes of a tile's columns. k: K; in_sample: the part of K that one sample makes; FLAT: every block makes RANK of it, so
     that samples need no attention."""
@@ -337,9 +354,9 @@ def _write_across(
         at = first * RANK + (j if RANK == R else j // R * RANK + j % R)
         held = (at < k) & (j % R < RANK)
     else:
-        sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, WRAPS)
+        sample, start, left = _place(first, per, length, samples, tl.arange(0, M), N, MEETS)
         starts = sample * in_sample + start // N * RANK
-        sample, start, left = _place(first, per, length, samples, j // R, N, WRAPS)
+        sample, start, left = _place(first, per, length, samples, j // R, N, MEETS)
         within = start // N * RANK + j % R
         at = sample * in_sample + within
         held = (left > 0) & (within < in_sample) & (j % R < RANK)
@@ -357,7 +374,7 @@ def quantize_kernel(
     ALONG: tl.constexpr, ACROSS: tl.constexpr, ALONG_GAIN: tl.constexpr, ACROSS_GAIN: tl.constexpr,
     ALONG_LIMIT: tl.constexpr, ACROSS_LIMIT: tl.constexpr, ALONG_ROUNDING: tl.constexpr, ACROSS_ROUNDING: tl.constexpr,
     A: tl.constexpr, AR: tl.constexpr, R: tl.constexpr, ALONG_RANK: tl.constexpr, ACROSS_RANK: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, FLAT: tl.constexpr, WRAPS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, FLAT: tl.constexpr, MEETS: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """Codes of one tile, M blocks of N rows × C columns.
 
@@ -366,17 +383,18 @@ def quantize_kernel(
     """
     column, tile, piece = _program(columns, row_tiles, C)
     first = tile * M
-    x += piece.to(tl.int64) * piece_stride
-    t = _load(x, first, column, samples, length, per, columns, stride, step, M, N, C, WRAPS)
+    t = _load(
+        x, piece, first, column, samples, length, per, columns, stride, step, piece_stride, M, N, C, MEETS, COPIED
+    )
     if ALONG != "":
         basis = _basis(along_matrix, ALONG_RANK, A, AR)
         _write_along(
             t, basis, work, along_codes, along_scale, first, column, piece, samples, length, per, along_k, along_piece,
-            ALONG, ALONG_GAIN, ALONG_LIMIT, ALONG_ROUNDING, ALONG_RANK, WRAPS,
+            ALONG, ALONG_GAIN, ALONG_LIMIT, ALONG_ROUNDING, ALONG_RANK, MEETS,
         )  # fmt: skip
     if ACROSS != "":
         basis = _basis(across_matrix, ACROSS_RANK, N, R)
         _write_across(
             t, basis, work + across_factors, across_codes, across_scale, first, column, samples, length, per, columns,
-            across_k, across_sample, ACROSS, ACROSS_GAIN, ACROSS_LIMIT, ACROSS_ROUNDING, ACROSS_RANK, FLAT, WRAPS,
+            across_k, across_sample, ACROSS, ACROSS_GAIN, ACROSS_LIMIT, ACROSS_ROUNDING, ACROSS_RANK, FLAT, MEETS,
         )  # fmt: skip
