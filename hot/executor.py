@@ -15,12 +15,14 @@ from torch.autograd.function import once_differentiable
 
 from hot.backends import AUTO, Ops, get_ops
 from hot.backends.ops import in_float8
+from hot.backends.streams import Aside
 from hot.crossover import leaves_exact
 from hot.errors import HotError
 from hot.policies.buffers import UNTRANSFORMED, Raw
 from hot.policies.encode import encode
 from hot.policies.plan import GradInputPlan, LayerPlan
 from hot.policies.quantizers import Operand
+from hot.policies.transforms import Transform
 from hot.sharing import shared
 from hot.views import LinearView, View, conv2d_view
 
@@ -148,15 +150,30 @@ def _backward(
     ops = get_ops(plan.backend, g.device.type)
     draw, kept = (kept[0], kept[1:]) if needs_weight and plan.grad_weight.transform.draws else (None, kept)
     tokens = view.tokens(g)
-    for_input = for_weight = grad_input = grad_weight = grad_bias = None
-    if needs_input and needs_weight and (fused := _fused(plan, ops)):
-        for_input, for_weight, grad_bias = _grad_output_operands(tokens, fused, draw, needs_bias, ops)
-
-    if needs_input:
+    left = right = for_weight = input_draw = grad_input = grad_weight = grad_bias = None
+    multiplies = needs_input and not plan.grad_input.is_exact
+    aside = Aside(g)
+    if multiplies:
         assert weight is not None  # forward saved it
-        grad_input = _grad_input(g, tokens, weight, for_input, plan.grad_input, view, like, ops)
+        input_draw = plan.grad_input.transform.draw(g.device)
+        with aside:  # the weight's operand needs nothing of g_y
+            right = _weight_operand(weight, plan.grad_input, input_draw, view, ops)
+    if multiplies and needs_weight and (fused := _fused(plan, ops)):
+        left, for_weight, grad_bias = _grad_output_operands(tokens, fused, draw, needs_bias, ops)
+    elif multiplies:
+        left = _grad_output_operand(tokens, plan.grad_input, input_draw, ops)
+    aside.join()
+
     if needs_weight:
-        grad_weight = _grad_weight(g, tokens, kept, draw, for_weight, plan, view, like, ops)
+        with aside:  # the two products need nothing of each other
+            grad_weight = _grad_weight(g, tokens, kept, draw, for_weight, plan, view, like, ops)
+    if left and right:
+        grad_input = _grad_input(left, right, tokens, input_draw, plan.grad_input, view, like, ops)
+    elif needs_input:
+        assert weight is not None
+        exact = view.exact_grad_input(g, like.x_shape, weight.to(g.dtype), like.x_format)
+        grad_input = exact.to(like.x_dtype).contiguous(memory_format=like.x_format)
+    aside.join()
     if needs_bias:
         grad_bias = (view.exact_grad_bias(g) if grad_bias is None else grad_bias).to(like.bias_dtype)
     return grad_input, grad_weight, grad_bias
@@ -248,50 +265,52 @@ def _grad_output_operands(
     return Operand(i_codes, i_scale, i_group), Operand(w_codes, w_scale, w_group), grad_bias if bias else None
 
 
+def _contracted(path: GradInputPlan, draw: Tensor | None) -> tuple[Transform, Tensor | None]:
+    """The transform of O, the contracted axis, and its draw: none where the plan's is one of the tokens."""
+    return (UNTRANSFORMED, None) if path.transform.axis == "tokens" else (path.transform, draw)
+
+
+def _weight_operand(weight: Tensor, path: GradInputPlan, draw: Tensor | None, view: View, ops: Ops) -> Operand:
+    """The weight's operand for grad_input."""
+    transform, own = _contracted(path, draw)
+    return encode(view.weight_rows(weight), transform, path.weight, ops, own, holders(path, ops)[1])
+
+
+def _grad_output_operand(tokens: Tensor, path: GradInputPlan, draw: Tensor | None, ops: Ops) -> Operand:
+    """grad_output's operand for grad_input alone; a transform of the tokens projects them first, the LBP-WHT way."""
+    transform, own = _contracted(path, draw)
+    if path.transform.axis == "tokens":
+        tokens = path.transform.project(tokens.permute(2, 0, 1), ops, draw).permute(1, 2, 0)
+    rows = tokens.reshape(-1, 1, tokens.shape[2])
+    return encode(rows, transform, path.grad_output, ops, own, holders(path, ops)[0])
+
+
 def _grad_input(
-    g: Tensor,
+    a: Operand,
+    b: Operand,
     tokens: Tensor,
-    weight: Tensor,
-    operand: Operand | None,
+    draw: Tensor | None,
     path: GradInputPlan,
     view: View,
     like: _Like,
     ops: Ops,
 ) -> Tensor:
-    """g_x = g_y w in the shape, dtype and format of x."""
-    if path.is_exact:
-        exact = view.exact_grad_input(g, like.x_shape, weight.to(g.dtype), like.x_format)
-        return exact.to(like.x_dtype).contiguous(memory_format=like.x_format)
-    if path.transform.axis == "tokens":
-        return _grad_input_over_tokens(tokens, weight, path, view, like, ops)
-    draw = path.transform.draw(g.device)
-    held = holders(path, ops)
-    a = operand or encode(tokens.reshape(-1, 1, tokens.shape[2]), path.transform, path.grad_output, ops, draw, held[0])
-    b = encode(view.weight_rows(weight), path.transform, path.weight, ops, draw, held[1])
+    """g_x = g_y w in the shape, dtype and format of x, from both operands. tokens: g_y (samples, tokens, O)."""
+    samples, length, _ = tokens.shape
+    rows = a.codes.shape[0] // samples  # of a sample: its tokens, or the projected ones
 
-    def rows_of_x(a: Operand) -> Tensor:
-        return view.input_from_rows(_product(a, b, like.x_dtype, g.dtype, ops), like.x_shape, like.x_dtype)
+    def of_x(a: Operand) -> Tensor:
+        product = _product(a, b, like.x_dtype, tokens.dtype, ops)
+        if path.transform.axis == "tokens":
+            projected = product.unflatten(0, (-1, rows)).transpose(1, 2)
+            product = path.transform.expand(projected, length, ops, draw).transpose(1, 2).flatten(0, 1)
+        return view.input_from_rows(product, like.x_shape, like.x_dtype)
 
-    step = view.samples_at_once(tokens.shape[1] * b.codes.shape[0]) * tokens.shape[1]
+    step = view.samples_at_once(length * b.codes.shape[0]) * rows
     if not step or step >= a.codes.shape[0]:
-        return rows_of_x(a).contiguous(memory_format=like.x_format)
-    parts = [rows_of_x(_rows(a, at, step)) for at in range(0, a.codes.shape[0], step)]
+        return of_x(a).contiguous(memory_format=like.x_format)
+    parts = [of_x(_rows(a, at, step)) for at in range(0, a.codes.shape[0], step)]
     return torch.cat(parts).contiguous(memory_format=like.x_format)
-
-
-def _grad_input_over_tokens(
-    tokens: Tensor, weight: Tensor, path: GradInputPlan, view: View, like: _Like, ops: Ops
-) -> Tensor:
-    """The LBP-WHT way: project the tokens of g_y, multiply by the whole w, expand the tokens of the product."""
-    samples, length, outputs = tokens.shape
-    draw = path.transform.draw(tokens.device)
-    projected = path.transform.project(tokens.permute(2, 0, 1), ops, draw)
-    a = encode(projected.permute(1, 2, 0).reshape(-1, 1, outputs), UNTRANSFORMED, path.grad_output, ops)
-    b = encode(view.weight_rows(weight), UNTRANSFORMED, path.weight, ops)
-    product = _product(a, b, tokens.dtype, tokens.dtype, ops).view(samples, -1, b.codes.shape[0])
-    expanded = path.transform.expand(product.transpose(1, 2), length, ops, draw).transpose(1, 2)
-    grad = view.input_from_rows(expanded.reshape(samples * length, -1), like.x_shape, like.x_dtype)
-    return grad.contiguous(memory_format=like.x_format)
 
 
 def _grad_weight(
