@@ -1,4 +1,4 @@
-"""transform_quantize and grad_output_operands: how the kernels of operands_largest.cu and operands_codes.cu are launched.
+"""transform_quantize and grad_output_operands: how the kernels of operands.cu are launched.
 
 They take 16-bit floats whose columns are dense, blocks of 16 (or no transform), and integer codes.
 """
@@ -106,21 +106,28 @@ class _Job:
             )
         ]
         self.makes_along, self.makes_across = bool(along.granularity), bool(across.granularity)
-        self.along_tops, self.tops = along.tops(rows), along.tops(rows) + across.tops(m.columns)
         self.sizes = m.stride, m.step, m.length, per, blocks, m.columns, self.tiles, panels
         self.limits = along.limit, across.limit
 
         dtype, sums, rank = DTYPES[m.dtype], str(bias).lower(), str(across.rank)
-        top = [way.scales if way.tops(1) else "NONE" for way in (along, across)]
         codes = *(ROUNDINGS[way.rounding] for way in (along, across)), *(way.holder for way in (along, across))
         staged = WARPS * TILE * across.rank if self.makes_across else 16
-        shared = 2 * STRIPS + staged + 8 * TILE + 2 * TILE + 4 * WARPS
-        self.launches: list[_Launch] = []
-        self.groups = 0
+        shared = 2 * STRIPS + max(staged + 8 * TILE + 2 * TILE + 4 * WARPS, 4 * WARPS * TILE)
+        needs = along.tops(rows), across.tops(m.columns)
+        by_rows = {along.scales, across.scales} <= {"ROW", "NONE"}
+        if any(needs) and by_rows and self.tiles * panels <= 2 * many:  # all run at once, and hold all of the matrix
+            both = _kernel("both_kernel", dtype, along.scales, across.scales, rank, sums, *codes)
+            self.launches, self.groups, self.counters = [_Launch(both, self.tiles * panels, shared, 1)], self.tiles, 0
+            self.along_tops, self.tops = needs[0] * panels, needs[0] * panels + needs[1] * self.tiles
+            return
+        self.launches, self.groups, self.counters = [], 0, 0
+        self.along_tops, self.tops = needs[0], sum(needs)
         if bias or self.tops:
+            top = [way.scales if way.tops(1) else "NONE" for way in (along, across)]
             largest = _kernel("largest_kernel", dtype, *top, rank, sums)
             self.launches.append(self._launch(largest, 2 * many, 2 * STRIPS + 4 * WARPS * TILE))
             self.groups = self.launches[0].grid // panels
+            self.counters = panels + self.groups
         quantize = _kernel("quantize_kernel", dtype, along.scales, across.scales, rank, *codes)
         self.launches.append(self._launch(quantize, (3 if across.rank == 8 else 2) * many, shared))
 
@@ -137,15 +144,15 @@ class _Job:
         pointers = [t.data_ptr() for t in made]
         along = pointers[:2] if self.makes_along else (0, 0)
         across = pointers[-2:] if self.makes_across else (0, 0)
-        counters = sums = bias = 0
-        if self.groups:
-            zeros = torch.zeros(self.panels + self.groups + self.tops, dtype=torch.int32, device=x.device)
-            counters = zeros.data_ptr()
+        sums = bias = 0
+        known = torch.empty if not self.counters else torch.zeros  # by one launch, or from one to the other
+        words = known(self.counters + self.tops, dtype=torch.int32, device=x.device)
+        counters = words.data_ptr()
         if self.bias:
             kept = torch.empty(self.groups * self.columns, dtype=torch.float32, device=x.device)
             made.append(torch.empty(self.columns, dtype=x.dtype, device=x.device))
             sums, bias = kept.data_ptr(), made[-1].data_ptr()
-        top = counters + 4 * (self.panels + self.groups)
+        top = counters + 4 * self.counters
         values = (
             x.data_ptr(), along_basis.data_ptr(), across_basis.data_ptr(), top, top + 4 * self.along_tops,
             *along, *across, sums, bias, counters, *self.sizes,
@@ -158,8 +165,7 @@ class _Job:
 
 @cache
 def _kernel(name: str, *template: str) -> Kernel:
-    source = {"largest_kernel": "operands_largest.cu", "quantize_kernel": "operands_codes.cu"}[name]
-    return Kernel(source, name, template, LAYOUT)
+    return Kernel("operands.cu", name, template, LAYOUT, cooperative=name == "both_kernel")
 
 
 _job = lru_cache(maxsize=4096)(_Job)
@@ -285,6 +291,9 @@ def _specimens() -> list[Kernel]:
     return [
         _kernel("largest_kernel", "bf16", "ROW", "ROW", "8", "true"),
         _kernel("largest_kernel", "fp16", "TENSOR", "TENSOR", "16", "false"),
+        _kernel("both_kernel", "bf16", "ROW", "ROW", "8", "true", "HASHED", "HASHED", "E4M3", "INT8"),
+        _kernel("both_kernel", "fp16", "ROW", "NONE", "16", "false", "NEAREST", "NEAREST", "INT8", "INT8"),
+        _kernel("both_kernel", "bf16", "NONE", "ROW", "16", "false", "NEAREST", "PSEUDO", "INT8", "E4M3"),
         _kernel("quantize_kernel", "bf16", "ROW", "ROW", "8", "HASHED", "HASHED", "E4M3", "INT8"),
         _kernel("quantize_kernel", "fp16", "GROUP", "NONE", "16", "NEAREST", "NEAREST", "E4M3", "INT8"),
         _kernel("quantize_kernel", "bf16", "NONE", "GROUP", "16", "NEAREST", "NEAREST", "INT8", "E4M3"),

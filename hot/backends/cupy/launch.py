@@ -38,11 +38,14 @@ class Kernel:
     """One instance of a ``template <…> __global__ void name(Params)`` in ``kernels/<source>``.
 
     template: its arguments, as C++ spells them; empty: not a template. layout: the fields of Params for the `struct` module,
-    in native alignment: ``"@QQi"`` is two pointers and an int.
+    in native alignment: ``"@QQi"`` is two pointers and an int. cooperative: blocks wait for each other, so that all of them must
+    run at once; a grid that is too large for that is not launched.
     """
 
-    def __init__(self, source: str, name: str, template: tuple[str, ...], layout: str) -> None:
-        self.source, self.layout = source, layout
+    def __init__(
+        self, source: str, name: str, template: tuple[str, ...], layout: str, cooperative: bool = False
+    ) -> None:
+        self.source, self.layout, self.cooperative = source, layout, cooperative
         self.name = f"{name}<{', '.join(template)}>" if template else name
         self._pack = struct.Struct(f"{layout}0Q").pack
         self._loaded: dict[int, _Loaded] = {}
@@ -67,9 +70,11 @@ class Kernel:
         try:
             if shared > loaded.shared:
                 loaded.allow(shared)
-            loaded.launch(
-                loaded.function, x, y, z, tx, ty, tz, shared, _current_stream(device), ctypes.addressof(table), 0
-            )
+            where = loaded.function, x, y, z, tx, ty, tz, shared, _current_stream(device), ctypes.addressof(table)
+            if self.cooperative:
+                loaded.driver.launchCooperativeKernel(*where)
+            else:
+                loaded.launch(*where, 0)
         except RuntimeError as error:
             if not loaded.enter():
                 what = f"grid {grid}, block {block}, {shared} bytes of shared memory"

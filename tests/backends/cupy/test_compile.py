@@ -26,7 +26,7 @@ except Exception as error:  # whatever CuPy raises where the library is not to b
 CHIPS = (80, 90, 100)
 SPILLED = 128
 """So many bytes of a thread's numbers may have no register."""
-FUSED = ("operands_codes.cu", "transforms.cu")
+FUSED = ("operands.cu", "transforms.cu")
 """They say where a product and a sum are one operation."""
 
 

@@ -8,7 +8,8 @@
 //
 // y = basis · block is a product with a 16 × 16 (along) or R × 16 (across) matrix of ±1 times a power of two, exact in 16-bit
 // floats with float32 sums. A scale a row or tensor needs the largest |y| first: largest_kernel reads for it, quantize_kernel
-// reads again. Scales of 128 columns (along) or of a tile of 128 × 128 (across) are made where the tile is.
+// reads again; both_kernel keeps a matrix that shared memory holds. Scales of 128 columns (along) or of a tile of
+// 128 × 128 (across) are made where the tile is.
 //
 // A warp works on strips of 16 rows × 128 columns, each copied to shared memory while the ones before are worked on.
 #pragma once
@@ -20,13 +21,14 @@ constexpr int WARPS = 8;  // strips in a tile
 constexpr int THREADS = 32 * WARPS;
 
 enum Scales { NONE, ROW, TENSOR, GROUP };  // GROUP: 128 columns along, a tile of 128 × 128 across
+enum Found { BEFORE, HERE };  // largest magnitudes: by a launch before, one of each scale; by this one, one of each program
 
 struct Operands {
     const void* x;
     const void* along_basis;   // (16, 16)
     const void* across_basis;  // (R, 16)
-    unsigned* along_top;       // zeroed; the largest |y| of every row, as bits, which order like floats; then 1 / scale
-    unsigned* across_top;
+    unsigned* along_top;  // BEFORE: zeroed; the largest |y| of every row, as bits, which order like floats; then 1 / scale
+    unsigned* across_top; // HERE: the largest of (rows, panels), and of (groups of tiles, columns)
     unsigned char* along_codes;  // (rows, K)
     float* along_scale;
     unsigned char* across_codes;  // (columns, K)

@@ -1,4 +1,6 @@
 // Operands of products, the second reading, or the only one: codes. See operands.cuh.
+#pragma once
+
 #include "codes16.cuh"
 #include "operands.cuh"
 
@@ -29,8 +31,9 @@ struct Shared {
     }
 };
 
-// Makes the codes, and the scales of groups, of strips, once `prepare` is through.
-template <class T, int ALONG, int ACROSS, int R, int ALONG_ROUNDING, int ACROSS_ROUNDING, int ALONG_HOLDER, int ACROSS_HOLDER>
+// Makes the codes, and the scales of groups, of strips, once `prepare` is through. FOUND: where largest magnitudes are.
+template <class T, int ALONG, int ACROSS, int R, int ALONG_ROUNDING, int ACROSS_ROUNDING, int ALONG_HOLDER, int ACROSS_HOLDER,
+          int FOUND>
 struct Coder {
     static constexpr int PER_LANE = R / 4;  // coefficients of a block that a lane holds across, neighbours along K
     const Operands& p;
@@ -51,12 +54,39 @@ struct Coder {
         if (ALONG == TENSOR && blockIdx.x == 0 && threadIdx.x == 0) *p.along_scale = scale;
     }
 
+    // 1 / scale of a column; the first group of tiles puts the scale where it goes.
+    __device__ float factor_of_column(int column) {
+        if (FOUND == BEFORE) return __uint_as_float(__ldg(p.across_top + column));
+        const int groups = gridDim.x / p.panels;
+        float top = 0.0f, scale, factor;
+#pragma unroll 8
+        for (int i = 0; i < groups; i++) top = larger(top, __uint_as_float(__ldcg(p.across_top + (long long)i * p.columns + column)));
+        scale_of(__float_as_uint(top), p.across_limit, scale, factor);
+        if (blockIdx.x < p.panels) p.across_scale[column] = scale;
+        return factor;
+    }
+
+    // 1 / scale of row own % 16 of these; the first panel puts the scale where it goes.
+    __device__ float factor_of_row(const Rows& rows, int panel) {
+        const int own = lane.own % SIDE;
+        const bool inside = own < rows.left;
+        if (FOUND == BEFORE) return inside ? __uint_as_float(__ldg(p.along_top + rows.first + own)) : 1.0f;
+        const unsigned* tops = p.along_top + (long long)(rows.first + own) * p.panels;
+        float top = 0.0f, scale, factor;
+#pragma unroll 8
+        for (int i = lane.own / SIDE; inside && i < p.panels; i += 2) top = larger(top, __uint_as_float(__ldcg(tops + i)));
+        top = larger(top, __shfl_xor_sync(~0u, top, SIDE));
+        scale_of(__float_as_uint(top), p.along_limit, scale, factor);
+        if (panel == 0 && inside) p.along_scale[rows.first + own] = scale;
+        return factor;
+    }
+
     // What codes of a panel need of its columns.
     __device__ void prepare(int panel) {
         const int thread = threadIdx.x, column = panel * COLUMNS + thread;
         if (thread < COLUMNS) {
             float factor = 1.0f, scale;
-            if (ACROSS == ROW && column < p.columns) factor = __uint_as_float(__ldg(p.across_top + column));
+            if (ACROSS == ROW && column < p.columns) factor = factor_of_column(column);
             if (ACROSS == TENSOR) scale_of(__ldg(p.across_top), p.across_limit, scale, factor);
             if (ACROSS == TENSOR && blockIdx.x == 0 && thread == 0) *p.across_scale = scale;
             finite = factor > 0.0f;
@@ -76,7 +106,7 @@ struct Coder {
             for (int r = 0; r < 4; r++) hash[r] = __shfl_sync(~0u, known, 2 * lane.q + r % 2 + r / 2 * 8);
         }
         if (ALONG == ROW) {
-            const float known = lane.own < min(rows.left, SIDE) ? __uint_as_float(__ldg(p.along_top + rows.first + lane.own)) : 1.0f;
+            const float known = factor_of_row(rows, panel);
 #pragma unroll
             for (int r = 0; r < 4; r++) factor[r] = __shfl_sync(~0u, known, 2 * lane.q + r % 2 + r / 2 * 8);
         }
@@ -202,16 +232,3 @@ struct Coder {
         }
     }
 };
-
-template <class T, int ALONG, int ACROSS, int R, int ALONG_ROUNDING, int ACROSS_ROUNDING, int ALONG_HOLDER, int ACROSS_HOLDER>
-__global__ void __launch_bounds__(THREADS, R == 8 ? 3 : 2) quantize_kernel(const Operands p) {
-    auto& shared = *reinterpret_cast<Shared<ACROSS, R>*>(memory + Strips<T>::BYTES);
-    const Lane lane;
-    Strips<T> strips(p, lane);
-    Coder<T, ALONG, ACROSS, R, ALONG_ROUNDING, ACROSS_ROUNDING, ALONG_HOLDER, ACROSS_HOLDER> coder(p, lane, shared);
-    coder.prepare(strips.panel());
-    for (; strips.tile < strips.end; strips.advance()) {
-        const Strip x = strips.get();
-        coder.code(x, strips.rows, strips.tile, strips.panel());
-    }
-}

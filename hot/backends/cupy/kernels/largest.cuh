@@ -1,4 +1,6 @@
-// Operands of products, the first reading: largest magnitudes and scales. See operands.cuh.
+// Operands of products, the first reading: largest magnitudes and scales, and sums. See operands.cuh.
+#pragma once
+
 #include "operands.cuh"
 
 // Whether this program is the last of `count` that add to a counter; then it sees all that the others wrote before.
@@ -21,8 +23,8 @@ __device__ __noinline__ void settle(unsigned* top, float* scale, float limit) {
     *top = __float_as_uint(factor);
 }
 
-// Largest |y| of rows and columns, and, with SUMS, sums of columns, of the strips that a warp looks at.
-template <class T, int ALONG, int ACROSS, int R, bool SUMS>
+// Largest |y| of rows and columns, and, with SUMS, sums of columns, of the strips that a warp looks at. FOUND: where they go.
+template <class T, int ALONG, int ACROSS, int R, bool SUMS, int FOUND>
 struct Largest {
     uint4 along;
     uint2 across[R / 8];
@@ -33,7 +35,7 @@ struct Largest {
         if (ACROSS != NONE) across_basis<T, R>(across, p.across_basis, lane);
     }
 
-    __device__ void look(const Operands& p, const Strip& x, const Rows& rows, const Lane& lane) {
+    __device__ void look(const Operands& p, const Strip& x, const Rows& rows, int panel, const Lane& lane) {
         const unsigned corner = x.corner(lane);
         float row[4] = {};
 #pragma unroll
@@ -56,14 +58,17 @@ struct Largest {
         }
         if (ALONG != NONE) {
             const float highest = of_all_lanes(row, lane);
-            if (ALONG == ROW && lane.g < 4 && row_of(lane) < rows.left)
-                atomicMax(p.along_top + rows.first + row_of(lane), __float_as_uint(highest));
+            if (ALONG == ROW && lane.g < 4 && row_of(lane) < rows.left) {
+                const int row = rows.first + row_of(lane);
+                if (FOUND == BEFORE) atomicMax(p.along_top + row, __float_as_uint(highest));
+                else p.along_top[(long long)row * p.panels + panel] = __float_as_uint(highest);
+            }
             if (ALONG == TENSOR) whole = larger(whole, highest);
         }
     }
 
-    // What all warps of the program found, to memory. part: where the sums go.
-    __device__ void publish(const Operands& p, int panel, int part, float (*wide)[COLUMNS], const Lane& lane) {
+    // What all warps of the program found, to memory.
+    __device__ void publish(const Operands& p, int panel, int group, float (*wide)[COLUMNS], const Lane& lane) {
         const int thread = threadIdx.x % COLUMNS, column = panel * COLUMNS + thread;
         const bool writes = threadIdx.x < COLUMNS && column < p.columns;
         if (ALONG == TENSOR) {
@@ -82,7 +87,8 @@ struct Largest {
             __syncthreads();
             float all = 0.0f;
             for (int w = 0; w < WARPS; w++) all = larger(all, wide[w][thread]);
-            if (writes) atomicMax(p.across_top + (ACROSS == TENSOR ? 0 : column), __float_as_uint(all));
+            if (writes && FOUND == BEFORE) atomicMax(p.across_top + (ACROSS == TENSOR ? 0 : column), __float_as_uint(all));
+            if (writes && FOUND == HERE) p.across_top[(long long)group * p.columns + column] = __float_as_uint(all);
             __syncthreads();
         }
         if (SUMS) {
@@ -92,7 +98,7 @@ struct Largest {
             __syncthreads();
             float all = 0.0f;
             for (int w = 0; w < WARPS; w++) all += wide[w][thread];
-            if (writes) p.sums[(long long)part * p.columns + column] = all;
+            if (writes) p.sums[(long long)group * p.columns + column] = all;
         }
     }
 };
@@ -108,31 +114,4 @@ __device__ void add_up(const Operands& p, int panel, int count, float (*wide)[CO
     __syncthreads();
     if (part == 0 && column < p.columns) static_cast<T*>(p.bias)[column] = narrow<T>(all + wide[1][thread]);
     __syncthreads();
-}
-
-// Whoever is the last to look at a column or a row makes its scale; likewise the bias.
-template <class T, int ALONG, int ACROSS, int R, bool SUMS>
-__global__ void __launch_bounds__(THREADS, 2) largest_kernel(const Operands p) {
-    auto& wide = *reinterpret_cast<float(*)[WARPS][COLUMNS]>(memory + Strips<T>::BYTES);
-    const Lane lane;
-    Strips<T> strips(p, lane);
-    Largest<T, ALONG, ACROSS, R, SUMS> largest(p, lane);
-    for (; strips.tile < strips.end; strips.advance()) {
-        const Strip x = strips.get();
-        largest.look(p, x, strips.rows, lane);
-    }
-    largest.publish(p, strips.panel(), strips.group(), wide, lane);
-    if ((ACROSS == ROW || SUMS) && is_last(p.counters + strips.panel(), strips.groups())) {
-        const int column = strips.column + threadIdx.x;
-        if (ACROSS == ROW && threadIdx.x < COLUMNS && column < p.columns)
-            settle(p.across_top + column, p.across_scale + column, p.across_limit);
-        if (SUMS) add_up<T>(p, strips.panel(), strips.groups(), wide);
-    }
-    if (ALONG == ROW && is_last(p.counters + p.panels + strips.group(), p.panels)) {
-        for (int i = threadIdx.x; i < p.count * WARPS * SIDE; i += THREADS) {
-            const Rows rows(p, strips.group() * p.count * WARPS + i / SIDE);
-            const int row = rows.first + i % SIDE;
-            if (i % SIDE < rows.left) settle(p.along_top + row, p.along_scale + row, p.along_limit);
-        }
-    }
 }
