@@ -19,7 +19,7 @@ from hot.backends.cupy.launch import NUMBERS, Kernel, fits, on_device
 from hot.backends.float8 import blocks_product, fits_blocks, fits_rows, rows_product
 from hot.backends.layouts import cdiv
 from hot.backends.ops import INT32_TERMS, factors_out
-from hot.backends.reference.products import _int32_product
+from hot.backends.reference.products import int32_product
 from hot.backends.table import register_kernel
 
 LAYOUT = "@4Q3q3i"
@@ -33,7 +33,7 @@ def _rescale_kernel(dtype: torch.dtype) -> Kernel:
 
 
 def _integers(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    sums = _int32_product(a, b)
+    sums = int32_product(a, b)
     (m, n), pitch = sums.shape, sums.stride(0)
     out = torch.empty((m, n), dtype=dtype, device=a.device)
     chunk = 16 // out.element_size()

@@ -37,7 +37,7 @@ def integer_product(a: Tensor, b: Tensor, out: Tensor, spare: Tensor | None = No
     Equals: out.copy_(a.double() @ b.double().T)
     """
     # a longer contraction than fits is summed in pieces
-    product, terms = (_int32_product, INT32_TERMS) if a.is_cuda or INT_MM_ON_CPU else (_float32_product, FLOAT32_TERMS)
+    product, terms = (int32_product, INT32_TERMS) if a.is_cuda or INT_MM_ON_CPU else (_float32_product, FLOAT32_TERMS)
     if a.shape[1] <= terms:
         return out.copy_(product(a, b, spare))
     pieces = map(product, a.split(terms, 1), b.split(terms, 1))
@@ -51,9 +51,13 @@ def _float32_product(a: Tensor, b: Tensor, spare: Tensor | None = None) -> Tenso
     return a.float() @ b.float().T
 
 
-def _int32_product(a: Tensor, b: Tensor, spare: Tensor | None = None) -> Tensor:
-    """torch._int_mm under its own limits: on CUDA M > 16 and K, N multiples of 8, so zeros are added and cut off again;
-    on the CPU it is wrong for K = 1, and where a stride is smaller than the row (pytorch/pytorch#195066)."""
+def int32_product(a: Tensor, b: Tensor, spare: Tensor | None = None) -> Tensor:
+    """(M, K) int8 @ (N, K) int8ᵀ → (M, N) int32, exact for K up to INT32_TERMS; on CUDA a row may be longer in memory.
+
+    spare: as of `integer_product`; on the CPU only.
+    """
+    # torch._int_mm has limits of its own: on CUDA M > 16 and K, N multiples of 8, so zeros are added and cut off again; on the
+    # CPU it is wrong for K = 1, and where a stride is smaller than the row (pytorch/pytorch#195066)
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
     if a.is_cuda:
         a = F.pad(a, (0, -k % 8, 0, max(17 - m, 0)))
