@@ -38,11 +38,21 @@ def bits_of(format: str) -> int:
 
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+"""Bits of a float8's mantissa."""
 
 
 def code_dtype(format: str) -> torch.dtype:
     """The dtype of the codes: int8 holds every integer format, one code a byte; ``int4.e4m3`` holds them as float8."""
     return FLOAT8.get(format.rpartition(".")[2], torch.int8)
+
+
+def largest_code(format: str) -> float:
+    """The code of the largest magnitude: 127 of ``int8``, 64 of ``log4``, 448 of ``e4m3``; whatever holds the codes."""
+    if format in FLOAT8:
+        return torch.finfo(FLOAT8[format]).max
+    levels = 2 ** (bits_of(format) - 1) - 1
+    return 2.0 ** (levels - 1) if format.startswith("log") else float(levels)
 
 
 def in_float8(format: str) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hot.backends.cupy.launch import Kernel
 from hot.backends.devices import has_fp8, multiprocessors, on_device
-from hot.backends.ops import bits_of, code_dtype, scale_shape
+from hot.backends.ops import code_dtype, largest_code, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
 
@@ -40,11 +40,6 @@ class _Way(NamedTuple):
     format: str
     granularity: str
     rounding: str
-
-    @property
-    def limit(self) -> float:
-        """The largest code."""
-        return float(2 ** (bits_of(self.format) - 1) - 1)
 
     @property
     def scales(self) -> str:
@@ -107,7 +102,7 @@ class _Job:
         ]
         self.makes_along, self.makes_across = bool(along.granularity), bool(across.granularity)
         self.sizes = m.stride, m.step, m.length, per, blocks, m.columns, self.tiles, panels
-        self.limits = along.limit, across.limit
+        self.limits = largest_code(along.format), largest_code(across.format)
 
         dtype, sums, rank = DTYPES[m.dtype], str(bias).lower(), str(across.rank)
         codes = *(ROUNDINGS[way.rounding] for way in (along, across)), *(way.holder for way in (along, across))

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from hot.backends.cupy.launch import NUMBERS, Kernel, fits, multiprocessors, on_device
 from hot.backends.layouts import cdiv, power_of_2
-from hot.backends.ops import FLOAT8, bits_of, code_dtype, is_tiled, scale_shape
+from hot.backends.ops import FLOAT8, MANTISSA, code_dtype, is_tiled, largest_code, scale_shape
 from hot.backends.table import register_kernel
 
 LAYOUT, DEQUANTIZE = "@5Q8qd3i", "@3Q8q3i"
 """Of struct Quantize and struct Dequantize."""
-MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 ROOM = 96 * 1024
 """Bytes of shared memory that every chip gives a program."""
 
@@ -65,13 +64,6 @@ class Matrix(NamedTuple):
         """Whether threads may move their chunks of t's rows at once, wherever a run begins."""
         chunk = 2 if self.x.dtype == torch.float64 else 4
         return fits(t, chunk, row_step, self.span if self.runs > 1 else 0)
-
-
-def _largest_code(format: str) -> float:
-    if format in FLOAT8:
-        return torch.finfo(FLOAT8[format]).max
-    levels = 2 ** (bits_of(format) - 1) - 1
-    return 2.0 ** (levels - 1) if format.startswith("log") else float(levels)
 
 
 def _kind(format: str) -> str:
@@ -177,7 +169,7 @@ def _launch(
     _quantize_kernel(x.dtype, format, rounding, scales, team, matrix.innermost)(
         programs, team.threads,
         x.data_ptr(), codes.data_ptr(), scale.data_ptr(), random.data_ptr(), top.data_ptr(),
-        rows, k, *matrix.steps, matrix.span, matrix.runs, strips, matrix.down, _largest_code(format),
+        rows, k, *matrix.steps, matrix.span, matrix.runs, strips, matrix.down, largest_code(format),
         tile, matrix.steps[1] == 1 and matrix.dense(x, matrix.steps[0]), matrix.dense(codes, k),
         shared=_shared(team, x.element_size(), tile) if tile or team.w > 32 else 0,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hot.backends.ops import FLOAT8, bits_of, code_dtype, compute_dtype, scale_shape
+from hot.backends.ops import FLOAT8, code_dtype, compute_dtype, largest_code, scale_shape
 from hot.backends.table import REFERENCE, register_kernel
 
 
@@ -103,7 +103,7 @@ def quantize(
     x: Tensor, format: str, granularity: str, group: int, rounding: str, clip: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
     x = x.to(compute_dtype(x))
-    limit = _largest_code(format)
+    limit = largest_code(format)
     top = _range(x, granularity, group, clip)
     scale = top / torch.full_like(top, limit)  # CUDA turns a division by a number into a product with its reciprocal
     scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # 1 / scale is finite, and zeros give zeros
@@ -162,13 +162,6 @@ def _codes(x: Tensor, inverse: Tensor, format: str, rounding: str, limit: float,
         return _round_log(v, u).to(code_dtype(format))
     codes = v.round_() if u is None else v.mul_(2**15).round_().mul_(2.0**-15).add_(u).floor_()
     return codes.clamp_(-limit, limit).to(code_dtype(format))
-
-
-def _largest_code(format: str) -> float:
-    if format in FLOAT8:
-        return torch.finfo(FLOAT8[format]).max
-    levels = 2 ** (bits_of(format) - 1) - 1
-    return 2.0 ** (levels - 1) if format.startswith("log") else float(levels)
 
 
 def _round_log(v: Tensor, u: Tensor | None) -> Tensor:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from hot.backends.ops import FLOAT8, bits_of, code_dtype
+from hot.backends.ops import FLOAT8, MANTISSA, code_dtype, largest_code
 from hot.backends.triton import rounding
 
-MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 BIAS = {3: 7, 2: 15}
 
 
@@ -27,11 +25,8 @@ class Coding(NamedTuple):
 def coding(format: str) -> Coding:
     """The constants of a format of `quantize`."""
     m = MANTISSA.get(code_dtype(format), 0)
-    if format in FLOAT8:
-        return Coding("float8", torch.finfo(FLOAT8[format]).max, m, BIAS[m])
-    levels = 2 ** (bits_of(format) - 1) - 1
-    log = format.startswith("log")
-    return Coding("log" if log else "int", 2.0 ** (levels - 1) if log else float(levels), m, BIAS.get(m, 0))
+    kind = "float8" if format in FLOAT8 else "log" if format.startswith("log") else "int"
+    return Coding(kind, largest_code(format), m, BIAS.get(m, 0))
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hot.backends.ops import bits_of, code_dtype, scale_shape
+from hot.backends.ops import code_dtype, largest_code, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
 from hot.backends.triton.launch import (
@@ -118,7 +118,7 @@ class _Way(NamedTuple):
     @property
     def limit(self) -> int:
         """The largest code."""
-        return int(2 ** (bits_of(self.format) - 1) - 1)
+        return int(largest_code(self.format))
 
     @property
     def scaled_by(self) -> str:

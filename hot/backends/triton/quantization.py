@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hot.backends.ops import code_dtype, is_tiled, scale_shape
+from hot.backends.ops import MANTISSA, code_dtype, is_tiled, scale_shape
 from hot.backends.table import register_kernel
 from hot.backends.triton import rounding
-from hot.backends.triton.encoding import MANTISSA, coding, encode
+from hot.backends.triton.encoding import coding, encode
 from hot.backends.triton.launch import (
     FLOATS,
     Launch,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from hot.backends import ops_for
-from hot.backends.reference.quantization import _largest_code
+from hot.backends.ops import largest_code
 from hot.backends.triton import rounding
 
 ROWS, K = 12, 128
@@ -62,7 +62,7 @@ def test_codes_are_those_of_the_reference(format: str, round: str, dtype: torch.
     want, scale = ops_for("reference", "cpu").quantize(x, format, "row", 0, round, ())
     codes, scales, floats = torch.empty(ROWS, K, dtype=torch.uint8), torch.empty(ROWS, 1), want.float()
     kind = format if format.startswith("e") else format[:3]
-    probe[(ROWS,)](x, codes, scales, floats, _largest_code(format), kind, round, K)
+    probe[(ROWS,)](x, codes, scales, floats, largest_code(format), kind, round, K)
     assert torch.equal(codes, want.view(torch.uint8)) and torch.equal(scales, scale)
     assert torch.equal(floats, want.float())
 
@@ -90,7 +90,7 @@ def test_every_float8_is_read_and_written() -> None:
     for name, dtype, sizes in (("e4m3", torch.float8_e4m3fn, (3, 7)), ("e5m2", torch.float8_e5m2, (2, 15))):
         every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
         floats, back = torch.empty(256), torch.empty(256, dtype=torch.uint8)
-        every_byte[(1,)](every, floats, back, _largest_code(name), *sizes)
+        every_byte[(1,)](every, floats, back, largest_code(name), *sizes)
         want = every.view(dtype).float()
         assert torch.equal(floats.nan_to_num(1e9), want.nan_to_num(1e9)) and torch.equal(floats.isnan(), want.isnan())
         assert torch.equal(back[want.isfinite()], every[want.isfinite()])
