@@ -22,9 +22,6 @@ import torch
 from torch import Tensor
 
 from hot.backends.cupy.compile import compiled, size_of
-from hot.backends.devices import capability as capability
-from hot.backends.devices import multiprocessors as multiprocessors
-from hot.backends.devices import on_device as on_device
 from hot.errors import BackendError
 
 NUMBERS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bf16", torch.float16: "fp16"}

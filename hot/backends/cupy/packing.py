@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hot.backends.cupy.launch import Kernel, fits, on_device
+from hot.backends.cupy.launch import Kernel, fits
+from hot.backends.devices import on_device
 from hot.backends.layouts import cdiv
 from hot.backends.table import register_kernel
 

@@ -15,7 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hot.backends.cupy.launch import NUMBERS, Kernel, fits, on_device
+from hot.backends.cupy.launch import NUMBERS, Kernel, fits
+from hot.backends.devices import on_device
 from hot.backends.float8 import blocks_product, fits_blocks, fits_rows, rows_product
 from hot.backends.layouts import cdiv
 from hot.backends.ops import INT32_TERMS, factors_out

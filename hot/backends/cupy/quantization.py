@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hot.backends.cupy.launch import NUMBERS, Kernel, fits, multiprocessors, on_device
+from hot.backends.cupy.launch import NUMBERS, Kernel, fits
+from hot.backends.devices import multiprocessors, on_device
 from hot.backends.layouts import cdiv, power_of_2
 from hot.backends.ops import FLOAT8, MANTISSA, code_dtype, is_tiled, largest_code, scale_shape
 from hot.backends.table import register_kernel

@@ -11,7 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hot.backends.cupy.launch import NUMBERS, Kernel, fits, on_device
+from hot.backends.cupy.launch import NUMBERS, Kernel, fits
+from hot.backends.devices import on_device
 from hot.backends.layouts import Rows, cdiv, positions, rows_of
 from hot.backends.ops import compute_dtype, projected_length
 from hot.backends.table import register_kernel

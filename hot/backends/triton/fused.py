@@ -10,19 +10,12 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hot.backends.devices import capability, on_device
+from hot.backends.layouts import cdiv, power_of_2
 from hot.backends.ops import code_dtype, largest_code, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import (
-    Launch,
-    Specimen,
-    by_settings,
-    capability,
-    cdiv,
-    on_device,
-    power_of_2,
-    specimen,
-)
+from hot.backends.triton.launch import Launch, Specimen, by_settings, specimen
 from hot.backends.triton.operands import largest_kernel, quantize_kernel, scales_kernel
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 

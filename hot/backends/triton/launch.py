@@ -8,15 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hot.backends.devices import capability as capability
-from hot.backends.devices import has_fp8 as has_fp8
-from hot.backends.devices import multiprocessors as multiprocessors
-from hot.backends.devices import on_device as on_device
-from hot.backends.layouts import FLOATS as FLOATS
-from hot.backends.layouts import cdiv as cdiv
-from hot.backends.layouts import power_of_2 as power_of_2
-from hot.backends.layouts import rows_of as rows_of
-from hot.backends.triton import interpreted as interpreted
+from hot.backends.layouts import power_of_2
+from hot.backends.triton import interpreted
 
 
 def tile(count: int, length: int, elements: int, innermost: bool) -> tuple[int, int]:

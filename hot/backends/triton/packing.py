@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hot.backends.devices import on_device
+from hot.backends.layouts import cdiv
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import Launch, by_settings, cdiv, on_device, specimen, tile
+from hot.backends.triton.launch import Launch, by_settings, specimen, tile
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 

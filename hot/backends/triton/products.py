@@ -17,20 +17,13 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hot.backends.devices import capability, multiprocessors, on_device
 from hot.backends.float8 import blocks_product, fits_blocks, fits_rows, rows_product
+from hot.backends.layouts import cdiv
 from hot.backends.ops import INT32_TERMS, factors_out, is_tiled
 from hot.backends.table import register_kernel
 from hot.backends.triton.gemm import block_kernel, copied_kernel, integer_kernel, rescale_kernel, streamed_kernel
-from hot.backends.triton.launch import (
-    Launch,
-    Specimen,
-    by_settings,
-    capability,
-    cdiv,
-    multiprocessors,
-    on_device,
-    specimen,
-)
+from hot.backends.triton.launch import Launch, Specimen, by_settings, specimen
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 HELD = {torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}

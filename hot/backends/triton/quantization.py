@@ -15,21 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hot.backends.devices import on_device
+from hot.backends.layouts import FLOATS, cdiv, power_of_2
 from hot.backends.ops import MANTISSA, code_dtype, is_tiled, scale_shape
 from hot.backends.table import register_kernel
 from hot.backends.triton import rounding
 from hot.backends.triton.encoding import coding, encode
-from hot.backends.triton.launch import (
-    FLOATS,
-    Launch,
-    Specimen,
-    by_settings,
-    cdiv,
-    on_device,
-    power_of_2,
-    specimen,
-    tile,
-)
+from hot.backends.triton.launch import Launch, Specimen, by_settings, specimen, tile
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 LARGEST_TILE, NEAR_ROWS = 2**14, 16

@@ -14,20 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hot.backends.layouts import positions
+from hot.backends.devices import on_device
+from hot.backends.layouts import FLOATS, cdiv, positions, rows_of
 from hot.backends.ops import compute_dtype, projected_length
 from hot.backends.table import register_kernel
-from hot.backends.triton.launch import (
-    FLOATS,
-    Launch,
-    Specimen,
-    by_settings,
-    cdiv,
-    on_device,
-    rows_of,
-    specimen,
-    tile,
-)
+from hot.backends.triton.launch import Launch, Specimen, by_settings, specimen, tile
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 from hot.hadamard import is_power_of_two
 

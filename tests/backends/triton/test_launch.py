@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from hot.backends.layouts import cdiv, power_of_2
 from hot.backends.triton import launch
-from hot.backends.triton.launch import Launch, by_settings, cdiv, power_of_2
+from hot.backends.triton.launch import Launch, by_settings
 
 
 class Kernel:
