@@ -8,6 +8,27 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+OLDEST = (8, 0)
+"""The compute capability that the kernels of every backend need."""
+
+
+def probe_gpu(library: str, mismatch: str = "") -> tuple[bool, str]:
+    """(available, reason) of kernels by `library`, such as ``Triton 3.6.0``, on torch's current GPU.
+
+    mismatch: why the library, on any GPU, is not for this torch; "" if it is.
+    """
+    if torch.version.hip is not None:
+        return False, "this torch is built for ROCm: an NVIDIA GPU is needed"
+    if not torch.cuda.is_available():
+        return False, f"{library} is there, but torch finds no CUDA device"
+    if mismatch:
+        return False, mismatch
+    major, minor = torch.cuda.get_device_capability()
+    chip = f"{torch.cuda.get_device_name()}, sm_{major}{minor}"
+    if (major, minor) < OLDEST:
+        return False, f"{chip}: compute capability {OLDEST[0]}.{OLDEST[1]} or newer is needed"
+    return True, f"{library} on {chip}"
+
 
 def on_device(t: Tensor) -> AbstractContextManager[object]:
     """A context in which t's device is the current one: kernels are launched there, on torch's current stream of it."""
@@ -24,6 +45,12 @@ def capability(device: torch.device) -> tuple[int, int]:
 def has_fp8(device: torch.device) -> bool:
     """Whether the tensor cores multiply float8: capability 8.9 and up."""
     return capability(device) >= (8, 9)
+
+
+def all_have_fp8() -> bool:
+    """Whether there is a GPU, and `has_fp8` is true of every one."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return count > 0 and all(has_fp8(torch.device("cuda", index)) for index in range(count))
 
 
 def multiprocessors(device: torch.device) -> int:

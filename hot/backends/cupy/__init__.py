@@ -11,8 +11,9 @@ from importlib import metadata
 
 import torch
 
+from hot.backends.devices import probe_gpu
+
 OLDEST = 14
-CAPABILITY = (8, 0)
 WHEELS = {"cupy-cuda13x": "13", "cupy-cuda12x": "12", "cupy": ""}
 """The names that CuPy is published by, and the CUDA that each is for."""
 
@@ -29,17 +30,9 @@ def probe() -> tuple[bool, str]:
     version, cuda = _installed()
     if int(version.split(".")[0]) < OLDEST:
         return False, f"CuPy {version} is too old: {OLDEST}.0 or newer is needed"
-    if torch.version.hip is not None:
-        return False, "this torch is built for ROCm: an NVIDIA GPU is needed"
-    if not torch.cuda.is_available():
-        return False, f"CuPy {version} is there, but torch finds no CUDA device"
     wanted = (torch.version.cuda or "").split(".")[0]
-    if cuda and cuda != wanted:
-        return False, f"CuPy {version} is for CUDA {cuda}, this torch for CUDA {wanted}: pip install cupy-cuda{wanted}x"
-    chip = f"{torch.cuda.get_device_name()}, sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
-    if torch.cuda.get_device_capability() < CAPABILITY:
-        return False, f"{chip}: compute capability {'.'.join(map(str, CAPABILITY))} or newer is needed"
-    return True, f"CuPy {version} on {chip}"
+    mismatch = f"CuPy {version} is for CUDA {cuda}, this torch for CUDA {wanted}: pip install cupy-cuda{wanted}x"
+    return probe_gpu(f"CuPy {version}", mismatch if cuda and cuda != wanted else "")
 
 
 def _installed() -> tuple[str, str]:
@@ -50,12 +43,6 @@ def _installed() -> tuple[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return str(importlib.import_module("cupy").__version__), ""
-
-
-def float8() -> bool:
-    """Whether every GPU here has float8 tensor cores: capability 8.9 and up."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return count > 0 and all(torch.cuda.get_device_capability(index) >= (8, 9) for index in range(count))
 
 
 def load() -> None:

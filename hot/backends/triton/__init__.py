@@ -10,10 +10,9 @@ import importlib.util
 import os
 from importlib import import_module, metadata
 
-import torch
+from hot.backends.devices import probe_gpu
 
 OLDEST = (3, 4)
-CAPABILITY = (8, 0)
 
 
 def interpreted() -> bool:
@@ -35,14 +34,7 @@ def probe() -> tuple[bool, str]:
         return False, f"Triton {version} is too old: {'.'.join(map(str, OLDEST))} or newer is needed"
     if interpreted():
         return True, f"Triton {version}, interpreted: TRITON_INTERPRET=1"
-    if torch.version.hip is not None:
-        return False, "this torch is built for ROCm: an NVIDIA GPU is needed"
-    if not torch.cuda.is_available():
-        return False, f"Triton {version} is there, but torch finds no CUDA device"
-    chip = f"{torch.cuda.get_device_name()}, sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
-    if torch.cuda.get_device_capability() < CAPABILITY:
-        return False, f"{chip}: compute capability {'.'.join(map(str, CAPABILITY))} or newer is needed"
-    return True, f"Triton {version} on {chip}"
+    return probe_gpu(f"Triton {version}")
 
 
 def _version() -> str:
@@ -53,12 +45,6 @@ def _version() -> str:
         except metadata.PackageNotFoundError:
             continue
     return str(import_module("triton").__version__)
-
-
-def float8() -> bool:
-    """Whether every GPU here has float8 tensor cores: capability 8.9 and up."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return count > 0 and all(torch.cuda.get_device_capability(index) >= (8, 9) for index in range(count))
 
 
 def load() -> None:
