@@ -68,6 +68,11 @@ def _merged(x: Tensor) -> list[tuple[int, int]]:
     return found
 
 
+def is_across(x: Tensor) -> bool:
+    """Whether the rows of x (rows, samples, length) are its dense axis."""
+    return x.stride(0) == 1 and x.stride(2) != 1
+
+
 @lru_cache(maxsize=256)
 def _tables(
     block: int, rows: tuple[int, ...], signs: tuple[int, ...], device: torch.device

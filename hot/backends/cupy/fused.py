@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hot.backends.cupy.launch import Kernel
 from hot.backends.devices import has_fp8, multiprocessors, on_device
+from hot.backends.layouts import is_across
 from hot.backends.ops import code_dtype, largest_code, scale_shape
-from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
+from hot.backends.transforms import held_basis
 
 SIDE, TILE, WARPS, THREADS = 16, 128, 8, 256
 """Of a block; rows and columns of a tile; warps and threads of a program."""
@@ -164,20 +165,6 @@ def _kernel(name: str, *template: str) -> Kernel:
 
 
 _job = lru_cache(maxsize=4096)(_Job)
-_bases: dict[tuple[object, ...], Tensor] = {}
-
-
-def _basis(x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int]) -> Tensor:
-    """The matrix (rank, 16) of a transform, its gain 1/√16 in it, which is exact; the identity for none."""
-    key = block, tuple(rows), tuple(signs), x.dtype, x.device
-    found = _bases.get(key)
-    if found is None:
-        if block == 1:
-            found = torch.eye(SIDE, dtype=x.dtype, device=x.device)
-        else:
-            found = (basis(block, rows, signs, None, x.new_empty(0)) * SIDE**-0.5).contiguous()
-        _bases[key] = found
-    return found
 
 
 def _fits(
@@ -206,11 +193,6 @@ def _holds(format: str, device: torch.device) -> bool:
     return code_dtype(format) == torch.int8 or has_fp8(device)
 
 
-def _is_across(x: Tensor) -> bool:
-    """Whether the rows of x (rows, samples, length) are its dense axis."""
-    return x.stride(0) == 1 and x.stride(2) != 1
-
-
 def _serves_operand(
     x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None,
     format: str, granularity: str, group: int, rounding: str, clip: Sequence[float],
@@ -220,7 +202,7 @@ def _serves_operand(
     if not _holds(format, x.device):
         return False
     spec = block, rank, prefix, tail, draw, length, format, granularity, group, rounding, clip
-    if _is_across(x):
+    if is_across(x):
         if granularity == "tile" and (rank != SIDE or samples > 1):
             return False
         return rank in (8, 16) and _is_dense(x, x.stride(1), x.stride(2), count) and _fits(*spec, ACROSS)
@@ -235,8 +217,8 @@ def transform_quantize(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     way = _Way(SIDE if block == 1 else len(rows), format, granularity, rounding)
     count, samples, length = x.shape
-    matrix = _basis(x, block, rows, signs)
-    if _is_across(x):
+    matrix = held_basis(block, tuple(rows), tuple(signs), x.dtype, x.device)  # of 16: all of the gain is in it
+    if is_across(x):
         seen, ways = _Matrix(samples, length, count, x.stride(1), x.stride(2), x.dtype), (NOTHING, way)
     else:
         seen, ways = _Matrix(1, count, length, 0, x.stride(0), x.dtype), (way, NOTHING)
@@ -275,9 +257,9 @@ def grad_output_operands(
     samples, length, outputs = g.shape
     seen = _Matrix(samples, length, outputs, g.stride(0), g.stride(1), g.dtype)
     job = _job(seen, along, across, bias, g.device)
-    i_codes, i_scale, w_codes, w_scale, *sums = job(
-        g, _basis(g, i_block, i_rows, i_signs), _basis(g, w_block, w_rows, w_signs)
-    )
+    i_basis = held_basis(i_block, tuple(i_rows), tuple(i_signs), g.dtype, g.device)
+    w_basis = held_basis(w_block, tuple(w_rows), tuple(w_signs), g.dtype, g.device)
+    i_codes, i_scale, w_codes, w_scale, *sums = job(g, i_basis, w_basis)
     return i_codes, i_scale, w_codes, w_scale, sums[0] if bias else g.new_empty(0)
 
 

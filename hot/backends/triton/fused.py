@@ -11,10 +11,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hot.backends.devices import capability, on_device
-from hot.backends.layouts import cdiv, power_of_2
+from hot.backends.layouts import cdiv, is_across, power_of_2
 from hot.backends.ops import code_dtype, largest_code, scale_shape
 from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
+from hot.backends.transforms import IDENTITY, held_basis, held_gain
 from hot.backends.triton.launch import Launch, Specimen, by_settings, specimen
 from hot.backends.triton.operands import largest_kernel, quantize_kernel, scales_kernel
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
@@ -93,25 +94,16 @@ class _Way(NamedTuple):
     def gain(self) -> float:
         """What the basis does not hold of the gain 1/√size."""
         size = self.rank if self.drawn else self.block
-        return float(size**-0.5 / _held(size))
-
-    def basis(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The matrix (rank, side) of a transform whose rows are known, ±1, or ±2^k where the gain is a power of two."""
-        return _basis(self.block, self.rows, self.signs, dtype, device)
+        return float(size**-0.5 / held_gain(size))
 
     def drawn_basis(self, draw: Tensor, x: Tensor) -> Tensor:
-        """The same of the rows that were drawn."""
-        return basis(self.block, self.rows, self.signs, draw, x.new_empty(0)) * _held(self.rank)
+        """`held_basis` of the rows that were drawn."""
+        return basis(self.block, self.rows, self.signs, draw, x.new_empty(0)) * held_gain(self.rank)
 
     @property
     def tile(self) -> int:
         """How many elements of the axis make one group of a block scale."""
         return self.group // self.kept * self.side
-
-    @property
-    def limit(self) -> int:
-        """The largest code."""
-        return int(largest_code(self.format))
 
     @property
     def scaled_by(self) -> str:
@@ -125,24 +117,6 @@ class _Way(NamedTuple):
     def factors(self, rows: int) -> int:
         """How many factors `scales_kernel` makes for so many rows."""
         return {"": 0, "row": rows, "tensor": 1}[self.scaled_by]
-
-
-def _held(size: int) -> float:
-    """The gain 1/√size where that is a power of two, which a basis holds exactly, else 1."""
-    return size**-0.5 if size == power_of_2(size) and size.bit_length() % 2 == 1 else 1.0
-
-
-@lru_cache(maxsize=256)
-def _basis(
-    block: int, rows: tuple[int, ...], signs: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    if block == 1:
-        return torch.eye(IDENTITY, dtype=dtype, device=device)
-    return basis(block, rows, signs, None, torch.empty(0, dtype=dtype, device=device)).contiguous() * _held(block)
-
-
-IDENTITY = 16
-"""The side of the blocks that the kernels cut where nothing is transformed."""
 
 
 def _serves(
@@ -225,14 +199,15 @@ class _Job:
         self.across_factors = _even(self.factors[0])  # where those of across begin
         self.searches = sums or any(self.factors)
         self.room: list[tuple[tuple[int, ...], torch.dtype]] = []
-        for way, rows, k in (
-            (along, m.rows, self.along_piece * m.pieces),
-            (across, m.columns, self.across_sample * m.samples),
-        ):
+        operands = (along, m.rows, self.along_piece * m.pieces), (across, m.columns, self.across_sample * m.samples)
+        for way, rows, k in operands:
             if way:
                 self.room.append(((rows, k), code_dtype(way.format)))
                 self.room.append((scale_shape(rows, k, way.granularity, way.group), torch.float32))
-        self.bases = [way.basis(dtype, device) for way in (self.along, self.across)]
+        a, b = self.along, self.across
+        self.bases = [held_basis(way.block, way.rows, way.signs, dtype, device) for way in (a, b)]
+        limits = {"ALONG_LIMIT": int(largest_code(a.format)), "ACROSS_LIMIT": int(largest_code(b.format))}
+        self.scaling: dict[str, Any] = {"ALONG_GAIN": a.gain, "ACROSS_GAIN": b.gain, **limits}
         kinds = "+".join(name for name, way in (("along", along), ("across", across)) if way)
         sides = self.along.side, self.across.side
         self.key: Key = (
@@ -294,8 +269,8 @@ class _Job:
             cdiv(self.factors[0], along_rows) + cdiv(self.factors[1], across_rows) + cdiv(columns, 64),
             (self.factors[0], parts[0], along_at, self.factors[1], parts[1], across_at, self.across_factors,
              columns, row_tiles, sums_at),
-            ALONG_GAIN=a.gain, ALONG_LIMIT=a.limit, ALONG_P=along_p, ALONG_ROWS=along_rows,
-            ACROSS_GAIN=b.gain, ACROSS_LIMIT=b.limit, ACROSS_P=across_p, ACROSS_ROWS=across_rows, P=16, COLUMNS=64,
+            ALONG_P=along_p, ALONG_ROWS=along_rows, ACROSS_P=across_p, ACROSS_ROWS=across_rows, P=16, COLUMNS=64,
+            **self.scaling,
         )  # fmt: skip
         return largest, scales, sums_at + row_tiles * columns
 
@@ -315,8 +290,7 @@ class _Job:
         ks = self.along_piece * m.pieces, self.along_piece, self.across_sample * m.samples, self.across_sample
         return Launch(
             quantize_kernel, programs, (*numbers, *ks, self.across_factors), ALONG=a.granularity, ACROSS=b.granularity,
-            ALONG_GAIN=a.gain, ACROSS_GAIN=b.gain, ALONG_LIMIT=a.limit, ACROSS_LIMIT=b.limit,
-            ALONG_ROUNDING=a.rounding, ACROSS_ROUNDING=b.rounding,
+            ALONG_ROUNDING=a.rounding, ACROSS_ROUNDING=b.rounding, **self.scaling,
             FLAT=m.samples == 1 or (self.across_sample == self.per * b.kept and numbers[2] == self.per),
             num_warps=warps, maxnreg=settings["maxnreg"], **constants,
         )  # fmt: skip
@@ -332,8 +306,8 @@ class _Job:
         bases = self.bases
         if draw is not None:
             bases = [
-                way.drawn_basis(draw, x) if way.drawn else way.basis(x.dtype, device)
-                for way in (self.along, self.across)
+                way.drawn_basis(draw, x) if way.drawn else known
+                for way, known in zip((self.along, self.across), self.bases, strict=True)
             ]
         work = x
 
@@ -372,14 +346,9 @@ def _serves_operand(
     rank = len(rows) if draw is None else draw.shape[0]
     _, samples, length = x.shape
     quantizer = format, granularity, group, rounding, clip
-    if granularity == "tile" and not _is_across(x):
+    if granularity == "tile" and not is_across(x):
         return False
     return x.dtype in DTYPES and x.numel() > 0 and _serves(block, rank, prefix, tail, *quantizer, length, samples)
-
-
-def _is_across(x: Tensor) -> bool:
-    """Whether the rows of x (rows, samples, length) are its dense axis."""
-    return x.stride(0) == 1 and x.stride(2) != 1
 
 
 @register_kernel("transform_quantize", backend="triton", supports=_serves_operand)
@@ -387,7 +356,7 @@ def transform_quantize(
     x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None,
     format: str, granularity: str, group: int, rounding: str, clip: Sequence[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if x.stride(2) != 1 and not _is_across(x):
+    if x.stride(2) != 1 and not is_across(x):
         x = x.contiguous()
     way = _way(block, rows, signs, draw, format, granularity, group, rounding)
     codes, scale = _operand(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0, way)(x, draw)
