@@ -14,11 +14,8 @@ from torch import Tensor
 from hot.backends.cupy.launch import NUMBERS, Kernel, fits
 from hot.backends.devices import on_device
 from hot.backends.layouts import Rows, cdiv, positions, rows_of
-from hot.backends.ops import compute_dtype, projected_length
-from hot.backends.table import register_kernel
-from hot.hadamard import is_power_of_two
+from hot.backends.transforms import register_transforms
 
-LARGEST_BLOCK = 4096
 LAYOUT = "@4Q10qd3i"
 """Of struct Transform."""
 
@@ -44,35 +41,16 @@ def _as_one_row(view: Rows, length: int, out_length: int) -> Rows:
     return view._replace(number=1, fast=1, stride=0, far=0, out_stride=0, out_far=0, innermost=False)
 
 
-def _run(
-    x: Tensor, out: Tensor, length: int, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str,
-    draw: Tensor | None, expand: bool,
-) -> Tensor:  # fmt: skip
-    """Fill out (…, L') from x (…, L); length: of the side in natural order."""
-    if not out.numel():
-        return out
-    prefix = min(prefix, length)
-    kept = (length - prefix) % block if tail == "keep" else 0
-    blocks = cdiv(length - prefix - kept, block)
-    for n, at in ((prefix, 0), (kept, -kept)):  # a few columns that no block has
-        if n:
-            out[..., at : at + n or None].copy_(x[..., at : at + n or None])
-    if blocks and x.numel():
-        rank = len(rows) if draw is None else draw.shape[0]
-        mapped = draw is not None or tuple(rows) != tuple(range(block))
-        view, last = rows_of(x, out.shape[-1]), length - kept
-        if not prefix and length == blocks * block:
-            whole = _as_one_row(view, x.shape[-1], out.shape[-1])
-            times = view.number // whole.number
-            view, blocks, last = whole, blocks * times, last * times
-        _launch(view, out, block, blocks, prefix, last, rank, mapped, rows, signs, draw, expand)
-    return out
-
-
 def _launch(
-    view: Rows, out: Tensor, block: int, blocks: int, first: int, last: int, rank: int, mapped: bool,
+    x: Tensor, out: Tensor, first: int, last: int, block: int, rank: int, mapped: bool,
     rows: Sequence[int], signs: Sequence[int], draw: Tensor | None, expand: bool,
 ) -> None:  # fmt: skip
+    length, blocks = x.shape[-1], cdiv(last - first, block)
+    view = rows_of(x, out.shape[-1])
+    if first == 0 and last == (out.shape[-1] if expand else length) == blocks * block:
+        whole = _as_one_row(view, length, out.shape[-1])
+        times = view.number // whole.number
+        view, blocks, last = whole, blocks * times, last * times
     x = view.x
     span, each, threads = _program(block, view.innermost)
     pieces = cdiv(blocks, span // block)
@@ -92,44 +70,10 @@ def _launch(
         )  # fmt: skip
 
 
-def _serves(x: Tensor, block: int, rows: Sequence[int]) -> bool:
-    return x.dtype in NUMBERS and is_power_of_two(block) and block <= LARGEST_BLOCK and 0 < len(set(rows)) == len(rows)
-
-
 PRIORITY = 15
 """Above Triton's: on an H200 `project` takes a quarter and `expand` two thirds of the time of its own."""
 
-
-@register_kernel(
-    "project", backend="cupy", supports=lambda x, block, rows, *_, **__: _serves(x, block, rows), priority=PRIORITY
-)
-def project(
-    x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None
-) -> Tensor:
-    rank = len(rows) if draw is None else draw.shape[0]
-    length = projected_length(x.shape[-1], block, rank, prefix, tail)
-    out = torch.empty((*x.shape[:-1], length), dtype=compute_dtype(x), device=x.device)
-    return _run(x, out, x.shape[-1], block, rows, signs, prefix, tail, draw, False)
-
-
-@register_kernel(
-    "expand",
-    backend="cupy",
-    supports=lambda c, length, block, rows, *_, **__: _serves(c, block, rows),
-    priority=PRIORITY,
-)
-def expand(
-    c: Tensor, length: int, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str,
-    draw: Tensor | None,
-) -> Tensor:  # fmt: skip
-    out = torch.empty((*c.shape[:-1], length), dtype=compute_dtype(c), device=c.device)
-    return _run(c, out, length, block, rows, signs, prefix, tail, draw, True)
-
-
-@register_kernel("hadamard", backend="cupy", supports=lambda x, block: _serves(x, block, (0,)))
-def hadamard(x: Tensor, block: int) -> Tensor:
-    return project(x, block, range(block), (), 0, "pad", None)
-
+register_transforms("cupy", _launch, priority=PRIORITY)
 
 SPECIMENS = [
     _kernel(torch.bfloat16, 16, False, False, False),

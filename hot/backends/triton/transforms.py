@@ -15,14 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hot.backends.devices import on_device
-from hot.backends.layouts import FLOATS, cdiv, positions, rows_of
-from hot.backends.ops import compute_dtype, projected_length
-from hot.backends.table import register_kernel
+from hot.backends.layouts import cdiv, positions, rows_of
+from hot.backends.transforms import register_transforms
 from hot.backends.triton.launch import Launch, Specimen, by_settings, specimen, tile
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
-from hot.hadamard import is_power_of_two
-
-LARGEST_BLOCK = 4096
 
 
 @triton.jit
@@ -93,31 +89,16 @@ TRANSFORM = family("transform", lambda key: {"ELEMENTS": 4096, "num_warps": 4}, 
 """Shape class: block, class of the length, rows innermost or not, dtype."""
 
 
-def _run(
-    x: Tensor, out: Tensor, length: int, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str,
-    draw: Tensor | None, expand: bool,
-) -> Tensor:  # fmt: skip
-    """Fill out (…, L') from x (…, L); length: of the side in natural order."""
-    if not out.numel():
-        return out
-    prefix = min(prefix, length)
-    kept = (length - prefix) % block if tail == "keep" else 0
-    blocks = cdiv(length - prefix - kept, block)
-    for n, at in ((prefix, 0), (kept, -kept)):  # a few columns that no block has
-        if n:
-            out[..., at : at + n or None].copy_(x[..., at : at + n or None])
-    if blocks and x.numel():
-        rank = len(rows) if draw is None else draw.shape[0]
-        mapped = draw is not None or tuple(rows) != tuple(range(block))
-        x, *places = rows_of(x, out.shape[-1])
-        position, sign = positions(block, rows, signs, draw, x.device)
-        gain = (block if draw is None else rank) ** -0.5
-        key, launches = _launches(
-            tuple(places), x.dtype, prefix, length - kept, block, rank, gain, expand, mapped, bool(signs)
-        )
-        with on_device(x):
-            launch(TRANSFORM, key, x.device, lambda settings: launches(settings)(x, out, position, sign))
-    return out
+def _launch(
+    x: Tensor, out: Tensor, first: int, last: int, block: int, rank: int, mapped: bool,
+    rows: Sequence[int], signs: Sequence[int], draw: Tensor | None, expand: bool,
+) -> None:  # fmt: skip
+    x, *places = rows_of(x, out.shape[-1])
+    position, sign = positions(block, rows, signs, draw, x.device)
+    gain = (block if draw is None else rank) ** -0.5
+    key, launches = _launches(tuple(places), x.dtype, first, last, block, rank, gain, expand, mapped, bool(signs))
+    with on_device(x):
+        launch(TRANSFORM, key, x.device, lambda settings: launches(settings)(x, out, position, sign))
 
 
 @lru_cache(maxsize=4096)
@@ -144,32 +125,7 @@ def _launches(
     return (block, bucket(last), "rows" if innermost else "columns", str(dtype)), by_settings(make)
 
 
-def _serves(x: Tensor, block: int, rows: Sequence[int]) -> bool:
-    return x.dtype in FLOATS and is_power_of_two(block) and block <= LARGEST_BLOCK and 0 < len(set(rows)) == len(rows)
-
-
-@register_kernel("project", backend="triton", supports=lambda x, block, rows, *_, **__: _serves(x, block, rows))
-def project(
-    x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None
-) -> Tensor:
-    rank = len(rows) if draw is None else draw.shape[0]
-    length = projected_length(x.shape[-1], block, rank, prefix, tail)
-    out = torch.empty((*x.shape[:-1], length), dtype=compute_dtype(x), device=x.device)
-    return _run(x, out, x.shape[-1], block, rows, signs, prefix, tail, draw, False)
-
-
-@register_kernel("expand", backend="triton", supports=lambda c, length, block, rows, *_, **__: _serves(c, block, rows))
-def expand(
-    c: Tensor, length: int, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str,
-    draw: Tensor | None,
-) -> Tensor:  # fmt: skip
-    out = torch.empty((*c.shape[:-1], length), dtype=compute_dtype(c), device=c.device)
-    return _run(c, out, length, block, rows, signs, prefix, tail, draw, True)
-
-
-@register_kernel("hadamard", backend="triton", supports=lambda x, block: _serves(x, block, (0,)))
-def hadamard(x: Tensor, block: int) -> Tensor:
-    return project(x, block, range(block), (), 0, "pad", None)
+register_transforms("triton", _launch)
 
 
 def _specimen(dtype: str, out: str, block: int, expand: bool, mapped: bool, innermost: bool) -> Specimen:
