@@ -4,7 +4,6 @@
 #include "rounding.cuh"
 
 enum Kind { INTEGER, LOGARITHMIC, FLOAT8 };
-enum Rounding { NEAREST, HASHED, PSEUDO_STOCHASTIC, STOCHASTIC };
 
 __device__ constexpr int bias_of(int mantissa) { return mantissa == 3 ? 7 : 15; }  // of e4m3 and e5m2
 

@@ -3,7 +3,6 @@
 
 #include "rounding.cuh"
 
-enum Rounding { NEAREST, HASHED, PSEUDO };
 enum Holder { INT8, E4M3 };
 
 // The codes of y₀ and y₁ in the two low bytes. factor: 1 / scale; row, column: hashes of indices.

@@ -5,6 +5,8 @@
 // know float8. Compiled without contraction and without flushing: every operation is rounded by itself, denormals are kept.
 #pragma once
 
+enum Rounding { NEAREST, HASHED, PSEUDO_STOCHASTIC, STOCHASTIC };  // as policies call them, but for the case
+
 constexpr float TINY = 0x1p-126f;  // the least scale: 1 / TINY is finite, and a group of zeros gives zeros
 
 // The bits of x as a float.
