@@ -197,7 +197,10 @@ def matmul(
     """The product of two quantized operands: (M, K) codes, (N, K) codes → (M, N) in dtype.
 
     Codes of one dtype with scales per tensor or row are multiplied, then scaled: integers exactly, whatever holds them, float8
-    numbers as tensor cores add them. Every other pair as dequantized floats. float32 accumulation (float64 where dtype is).
+    numbers as tensor cores add them. int8 codes with scales of blocks or tiles may be multiplied exactly too, each run
+    of K along which both scales are constant by itself, then scaled and added up: the reference does so on CPUs, for runs of 64
+    and more, through torch._int_mm where that is exact. Every other pair as dequantized floats. float32 accumulation (float64
+    where dtype is).
     a_group, b_group: K-block of a block scale, side of a tile, else 0.
 
     Equals: (dequantize(a, a_scale) @ dequantize(b, b_scale).T).to(dtype)
