@@ -5,6 +5,7 @@ For y = x wᵀ: grad_input g_x = g_y w, contracted over the outputs; grad_weight
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -152,27 +153,27 @@ def _backward(
     tokens = view.tokens(g)
     left = right = for_weight = input_draw = grad_input = grad_weight = grad_bias = None
     multiplies = needs_input and not plan.grad_input.is_exact
+    held = holders(plan.grad_input, ops, tokens.shape[0] * tokens.shape[1] * math.prod(like.weight_shape[1:]))
     aside = Aside(g)
     if multiplies:
         assert weight is not None  # forward saved it
         input_draw = plan.grad_input.transform.draw(g.device)
         with aside:  # the weight's operand needs nothing of g_y
-            right = _weight_operand(weight, plan.grad_input, input_draw, view, ops)
-    if multiplies and needs_weight and (fused := _fused(plan, ops)):
+            right = _weight_operand(weight, plan.grad_input, held[1], input_draw, view, ops)
+    if multiplies and needs_weight and (fused := _fused(plan, held[0])):
         left, for_weight, grad_bias = _grad_output_operands(tokens, fused, draw, needs_bias, ops)
     elif multiplies:
-        left = _grad_output_operand(tokens, plan.grad_input, input_draw, ops)
-    aside.join()
+        left = _grad_output_operand(tokens, plan.grad_input, held[0], input_draw, ops)
 
-    if needs_weight:
-        with aside:  # the two products need nothing of each other
-            grad_weight = _grad_weight(g, tokens, kept, draw, for_weight, plan, view, like, ops)
-    if left and right:
-        grad_input = _grad_input(left, right, tokens, input_draw, plan.grad_input, view, like, ops)
-    elif needs_input:
+    with aside:  # the two products need nothing of each other
+        if left and right:
+            grad_input = _grad_input(left, right, tokens, input_draw, plan.grad_input, view, like, ops)
+    if needs_input and plan.grad_input.is_exact:
         assert weight is not None
         exact = view.exact_grad_input(g, like.x_shape, weight.to(g.dtype), like.x_format)
         grad_input = exact.to(like.x_dtype).contiguous(memory_format=like.x_format)
+    if needs_weight:
+        grad_weight = _grad_weight(g, tokens, kept, draw, for_weight, plan, view, like, ops)
     aside.join()
     if needs_bias:
         grad_bias = (view.exact_grad_bias(g) if grad_bias is None else grad_bias).to(like.bias_dtype)
@@ -209,12 +210,13 @@ class _Fused(NamedTuple):
     groups: tuple[int, int]
 
 
-def _fused(plan: LayerPlan, ops: Ops) -> _Fused | None:
-    """How both paths' operands are made from one read of g_y, or None where one of them has no spec that says so."""
-    return _fuse(plan, ops) if torch.compiler.is_compiling() else _fused_once(plan, ops)
+def _fused(plan: LayerPlan, held: str | None) -> _Fused | None:
+    """How both paths' operands are made from one read of g_y, or None where one of them has no spec that says so. held: the
+    format of grad_input's codes, where it is not the plan's."""
+    return _fuse(plan, held) if torch.compiler.is_compiling() else _fused_once(plan, held)
 
 
-def _fuse(plan: LayerPlan, ops: Ops) -> _Fused | None:
+def _fuse(plan: LayerPlan, held: str | None) -> _Fused | None:
     inputs, weights = plan.grad_input, plan.grad_weight
     if inputs.transform.axis == "tokens" or inputs.transform.draws:
         return None
@@ -222,8 +224,7 @@ def _fuse(plan: LayerPlan, ops: Ops) -> _Fused | None:
     specs = [part.spec for part in parts if part.spec is not None]
     if len(specs) < len(parts) or specs[0]["prefix"] or specs[0]["tail"] != "pad":
         return None
-    held = holders(inputs, ops)[0] or specs[1]["format"]
-    rows, columns = {**specs[1], "format": held}, specs[3]
+    rows, columns = {**specs[1], "format": held or specs[1]["format"]}, specs[3]
     before = *_values(specs[0], *_TRANSFORM[:3]), *_values(rows, *_QUANTIZER), *_values(specs[2], *_TRANSFORM)
     return _Fused(before, _values(columns, *_QUANTIZER), (rows["group"], columns["group"]))
 
@@ -238,14 +239,14 @@ _QUANTIZER = "format", "granularity", "group", "rounding", "clip"
 """The arguments of the ops that say a transform and a quantizer, in their order."""
 
 
-def holders(path: GradInputPlan, ops: Ops) -> tuple[str | None, str | None]:
+def holders(path: GradInputPlan, ops: Ops, numel: float = math.inf) -> tuple[str | None, str | None]:
     """The formats that hold grad_input's codes as float8 where the backend multiplies them so, exactly; else None for both.
 
-    Nothing of this path is saved, so the holder is the backend's own business. Scales a block go with integers, but for blocks
-    and tiles of 128, which float8 products know.
+    numel: elements of the product; without it, a large one. Nothing of this path is saved, so the holder is the backend's own
+    business. Scales a block go with integers, but for blocks and tiles of 128, which float8 products know.
     """
     a, b = (quantizer.spec for quantizer in path.quantizers)
-    if not ops.float8 or a is None or b is None:
+    if not ops.float8 <= numel or ops.float8 == math.inf or a is None or b is None:
         return None, None
     scales = (a["granularity"], a["group"]), (b["granularity"], b["group"])
     factors_out = all(granularity in ("row", "tensor") for granularity, _ in scales)
@@ -270,19 +271,23 @@ def _contracted(path: GradInputPlan, draw: Tensor | None) -> tuple[Transform, Te
     return (UNTRANSFORMED, None) if path.transform.axis == "tokens" else (path.transform, draw)
 
 
-def _weight_operand(weight: Tensor, path: GradInputPlan, draw: Tensor | None, view: View, ops: Ops) -> Operand:
+def _weight_operand(
+    weight: Tensor, path: GradInputPlan, held: str | None, draw: Tensor | None, view: View, ops: Ops
+) -> Operand:
     """The weight's operand for grad_input."""
     transform, own = _contracted(path, draw)
-    return encode(view.weight_rows(weight), transform, path.weight, ops, own, holders(path, ops)[1])
+    return encode(view.weight_rows(weight), transform, path.weight, ops, own, held)
 
 
-def _grad_output_operand(tokens: Tensor, path: GradInputPlan, draw: Tensor | None, ops: Ops) -> Operand:
+def _grad_output_operand(
+    tokens: Tensor, path: GradInputPlan, held: str | None, draw: Tensor | None, ops: Ops
+) -> Operand:
     """grad_output's operand for grad_input alone; a transform of the tokens projects them first, the LBP-WHT way."""
     transform, own = _contracted(path, draw)
     if path.transform.axis == "tokens":
         tokens = path.transform.project(tokens.permute(2, 0, 1), ops, draw).permute(1, 2, 0)
     rows = tokens.reshape(-1, 1, tokens.shape[2])
-    return encode(rows, transform, path.grad_output, ops, own, holders(path, ops)[0])
+    return encode(rows, transform, path.grad_output, ops, own, held)
 
 
 def _grad_input(

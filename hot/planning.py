@@ -194,4 +194,6 @@ def product_text(kind: str, backend: str, note: str) -> str:
 
 def _product_note(path: GradInputPlan | GradWeightPlan, ops: Ops) -> str:
     """What is to be said of a product beyond its kind: that its integer codes are held as floats."""
-    return "exact in float8 e4m3" if isinstance(path, GradInputPlan) and holders(path, ops)[0] else ""
+    return (
+        "exact in float8 e4m3, small ones in int8" if isinstance(path, GradInputPlan) and holders(path, ops)[0] else ""
+    )

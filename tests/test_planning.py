@@ -73,12 +73,12 @@ def test_products_say_who_runs_them_and_how(monkeypatch: pytest.MonkeyPatch) -> 
     lbp = {row.name: row for row in plan_rows(hot.load_policy("lbp-wht"), Attention())}
     assert set(lbp["q"].products.values()) == {"float"}
 
-    float8 = dataclasses.replace(backends.backends["reference"], name="chip", float8=lambda: True, priority=9)
+    float8 = dataclasses.replace(backends.backends["reference"], name="chip", float8=lambda: 1, priority=9)
     monkeypatch.setitem(backends.backends._entries, "chip", float8)
     monkeypatch.setattr(backends.Ops, "serving", lambda self, op: "theirs")
     monkeypatch.setattr("hot.backends.table._ready", {})
     stages = serving(rows["q"].resolution.plan, "cpu")
-    assert stages["grad_input product"] == "integer, theirs: exact in float8 e4m3"
+    assert stages["grad_input product"] == "integer, theirs: exact in float8 e4m3, small ones in int8"
     assert stages["grad_weight product"] == "integer, theirs"
     assert product_text("float", "theirs", "a note") == "float"
 

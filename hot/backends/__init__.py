@@ -7,7 +7,7 @@ import torch
 from hot.backends import cupy as cupy  # the package, which imports no CuPy
 from hot.backends import ops as ops  # declares every op
 from hot.backends import triton as triton  # the package, which imports no Triton
-from hot.backends.devices import all_have_fp8
+from hot.backends.devices import float8_from
 from hot.backends.table import (
     AUTO,
     OPS,
@@ -38,10 +38,10 @@ register_backend(
     )
 )
 register_backend(
-    Backend("triton", devices=triton.devices(), probe=triton.probe, load=triton.load, priority=10, float8=all_have_fp8)
+    Backend("triton", devices=triton.devices(), probe=triton.probe, load=triton.load, priority=10, float8=float8_from)
 )
 register_backend(
-    Backend("cupy", devices=cupy.devices(), probe=cupy.probe, load=cupy.load, priority=5, float8=all_have_fp8)
+    Backend("cupy", devices=cupy.devices(), probe=cupy.probe, load=cupy.load, priority=5, float8=float8_from)
 )
 
 from hot.backends import reference as reference  # noqa: E402  registers the reference kernels

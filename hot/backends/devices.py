@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
@@ -47,10 +48,15 @@ def has_fp8(device: torch.device) -> bool:
     return capability(device) >= (8, 9)
 
 
-def all_have_fp8() -> bool:
-    """Whether there is a GPU, and `has_fp8` is true of every one."""
+def float8_from() -> float:
+    """From how many elements on a product of small integers is faster in float8 than in int8 on these GPUs: where it has a tile
+    of 128 × 128 for every multiprocessor. On an H200 int8 takes 0.5 to 0.9 of the time below. inf where a GPU has no float8.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return count > 0 and all(has_fp8(torch.device("cuda", index)) for index in range(count))
+    found = [torch.device("cuda", index) for index in range(count)]
+    if not found or not all(map(has_fp8, found)):
+        return math.inf
+    return 128 * 128 * max(map(multiprocessors, found))
 
 
 def multiprocessors(device: torch.device) -> int:

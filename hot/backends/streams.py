@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hot.errors import BackendError
+
 
 class Aside:
     """Work beside torch's current stream: small kernels fill the chip together, and large ones the ends of each other.
@@ -54,6 +56,8 @@ def _second(current: torch.cuda.Stream) -> torch.cuda.Stream | None:
         return None
     driver, stream = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"), ctypes.c_void_p()
     with torch.cuda.device(current.device):
-        if driver.cuStreamCreate(ctypes.byref(stream), 1):  # CU_STREAM_NON_BLOCKING: it does not wait for stream 0
-            return None
+        torch.cuda.mem_get_info()  # a thread that has not asked the runtime for anything yet has no context
+        not_waiting_for_stream_0 = 1
+        if error := driver.cuStreamCreate(ctypes.byref(stream), not_waiting_for_stream_0):
+            raise BackendError(f"no second CUDA stream on {current.device}: cuStreamCreate returned {error}")
     return torch.cuda.ExternalStream(stream.value, current.device)

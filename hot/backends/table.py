@@ -21,6 +21,7 @@ fused kernel serves the call.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,8 +72,8 @@ class Backend:
     """Where kernels come from. ``probe`` says ``(available, reason)``; ``devices`` are torch device types.
 
     ``load`` imports the kernels: called once, when the backend is first used. ``priority`` orders the available
-    backends under ``auto``, the highest first. ``float8`` says whether products of integer codes that e4m3 holds exactly are
-    to be given to it as such: faster on a chip with float8 tensor cores and none for 4 bits.
+    backends under ``auto``, the highest first. ``float8`` says from how many elements of a product on integer codes that e4m3
+    holds exactly are to be given to it as such: faster on a chip with float8 tensor cores and none for 4 bits.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Backend:
     probe: Callable[[], tuple[bool, str]]
     load: Callable[[], None] = lambda: None
     priority: int = 0
-    float8: Callable[[], bool] = lambda: False
+    float8: Callable[[], float] = lambda: math.inf
 
     def availability(self) -> tuple[bool, str]:
         """(available, reason): the reason says what is missing, or what it runs on."""
@@ -170,7 +171,7 @@ class Ops:
 
     def __init__(self, backend: str, device: str, chain: tuple[str, ...]) -> None:
         self.backend, self.device = backend, device
-        self.float8 = bool(chain) and backends[chain[0]].float8()
+        self.float8 = backends[chain[0]].float8() if chain else math.inf
         self.kernels: dict[str, tuple[Kernel, ...]] = {}
         for op in OPS:
             found = [kernels[f"{name}.{op}"] for name in chain if f"{name}.{op}" in kernels]

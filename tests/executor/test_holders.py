@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from hot.policies.quantizers import Luq, Quantizer
 @pytest.fixture(autouse=True)
 def _a_chip_with_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend of that kind without kernels of its own: `auto` prefers it and ends with the reference."""
-    chip = dataclasses.replace(backends[REFERENCE], name="chip", priority=9, float8=lambda: True)
+    chip = dataclasses.replace(backends[REFERENCE], name="chip", priority=9, float8=lambda: 100)
     monkeypatch.setitem(backends._entries, "chip", chip)
     monkeypatch.setattr("hot.backends.table._ready", {})
 
@@ -33,7 +34,7 @@ def grads(backend: str, x_shape: tuple[int, ...]) -> list[Tensor]:
 
 @pytest.mark.parametrize("x_shape", [(41, 48), (3, 197, 33), (5,)])
 def test_they_change_no_bit(x_shape: tuple[int, ...]) -> None:
-    assert get_ops("auto", "cpu").float8 and not get_ops(REFERENCE, "cpu").float8
+    assert get_ops("auto", "cpu").float8 == 100 and get_ops(REFERENCE, "cpu").float8 == math.inf
     torch.manual_seed(1)
     held = grads("auto", x_shape)
     torch.manual_seed(1)
@@ -64,6 +65,8 @@ BLOCK128, TILE128 = (integer(4, granularity=kind, block=128) for kind in ("block
 def test_who_is_held(grad_output: Quantizer, weight: Quantizer, expected: tuple[str | None, str | None]) -> None:
     path = GradInputPlan(FULL, grad_output, weight)
     assert holders(path, ops_for("auto", "cpu")) == expected
+    assert holders(path, ops_for("auto", "cpu"), 100) == expected
+    assert holders(path, ops_for("auto", "cpu"), 99) == (None, None)  # a small product
     assert holders(path, ops_for(REFERENCE, "cpu")) == (None, None)
 
 

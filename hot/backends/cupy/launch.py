@@ -35,8 +35,8 @@ class Kernel:
     """One instance of a ``template <…> __global__ void name(Params)`` in ``kernels/<source>``.
 
     template: its arguments, as C++ spells them; empty: not a template. layout: the fields of Params for the `struct` module,
-    in native alignment: ``"@QQi"`` is two pointers and an int. cooperative: blocks wait for each other, so that all of them must
-    run at once; a grid that is too large for that is not launched.
+    in native alignment: ``"@QQi"`` is two pointers and an int. cooperative: blocks wait for each other, so all must run at
+    once; a grid that is too large for that is not launched.
     """
 
     def __init__(

@@ -32,16 +32,24 @@ OUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 # Triton waits for a product of integers before it begins the next (wgmma; 3.6 to 3.9), so two programs share a multiprocessor.
 _POINTERS = {"BM": 128, "BN": 128, "BK": 128, "GROUP": 8, "num_warps": 4, "num_stages": 3, "copied": 0}
-_SMALL = _POINTERS | {"BM": 64, "BN": 64, "BK": 64, "num_stages": 4}
+_SMALL = _POINTERS | {"BM": 64, "BN": 64, "num_stages": 4}
+_SHORT = _SMALL | {"BK": 64}
+_NARROW = _SMALL | {"BN": 32}
+_TINY = _NARROW | {"BM": 32}
 _COPIED = _POINTERS | {"copied": 1}
 _STREAMED = _POINTERS | {"copied": 2, "num_stages": 6}
 
 
 def _default(key: Key) -> Config:
-    """Small results in small tiles; few tiles and a long K streamed; else a tile a program, by the copy engine if it can."""
+    """Small results in tiles so small that many multiprocessors have one; few tiles and a long K streamed; else a tile a
+    program, by the copy engine if it can."""
     m, n, k, copies, _ = key
     assert isinstance(m, int) and isinstance(n, int) and isinstance(k, int)
-    if m + n <= 19:
+    if k <= 8 and m + n <= 22:
+        return _SHORT
+    if m + n <= 18:
+        return _NARROW if m + n == 18 else _TINY
+    if m + n <= 20 and k <= 11:
         return _SMALL
     if not copies:
         return _POINTERS
@@ -50,7 +58,9 @@ def _default(key: Key) -> Config:
 
 def _candidates(key: Key) -> list[Config]:
     wide = {"BN": 256, "num_warps": 8, "num_stages": 4}
-    return [_POINTERS, _SMALL] + ([_COPIED, _COPIED | wide, _STREAMED, _STREAMED | wide] if key[3] else [])
+    return [_POINTERS, _SMALL, _SHORT, _NARROW, _TINY] + (
+        [_COPIED, _COPIED | wide, _STREAMED, _STREAMED | wide] if key[3] else []
+    )
 
 
 INTEGER = family("integer_product", _default, _candidates)

@@ -103,15 +103,20 @@ struct Largest {
     }
 };
 
-// The bias of a panel from `count` sums of each column, in their order.
+// The bias of a panel from `count` sums of each column, in their order: half of them, in a thread, and both halves, to memory.
+__device__ inline float half_of_bias(const Operands& p, int panel, int count) {
+    const int column = panel * COLUMNS + threadIdx.x % COLUMNS;
+    float half = 0.0f;
+#pragma unroll 8
+    for (int i = threadIdx.x / COLUMNS; i < count && column < p.columns; i += THREADS / COLUMNS)
+        half += __ldcg(p.sums + (long long)i * p.columns + column);
+    return half;
+}
 template <class T>
-__device__ void add_up(const Operands& p, int panel, int count, float (*wide)[COLUMNS]) {
+__device__ void put_bias(const Operands& p, int panel, float half, float (*wide)[COLUMNS]) {
     const int thread = threadIdx.x % COLUMNS, column = panel * COLUMNS + thread, part = threadIdx.x / COLUMNS;
-    float all = 0.0f;
-    for (int i = part; i < count && column < p.columns; i += THREADS / COLUMNS)
-        all += __ldcg(p.sums + (long long)i * p.columns + column);
-    wide[part][thread] = all;
     __syncthreads();
-    if (part == 0 && column < p.columns) static_cast<T*>(p.bias)[column] = narrow<T>(all + wide[1][thread]);
+    wide[part][thread] = half;
     __syncthreads();
+    if (part == 0 && column < p.columns) static_cast<T*>(p.bias)[column] = narrow<T>(half + wide[1][thread]);
 }

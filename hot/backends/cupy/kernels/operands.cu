@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(THREADS, 2) largest_kernel(const Operands p) {
         const int column = strips.column + threadIdx.x;
         if (ACROSS == ROW && threadIdx.x < COLUMNS && column < p.columns)
             settle(p.across_top + column, p.across_scale + column, p.across_limit);
-        if (SUMS) add_up<T>(p, strips.panel(), strips.groups(), wide);
+        if (SUMS) put_bias<T>(p, strips.panel(), half_of_bias(p, strips.panel(), strips.groups()), wide);
     }
     if (ALONG == ROW && is_last(p.counters + p.panels + strips.group(), p.panels)) {
         for (int i = threadIdx.x; i < p.count * WARPS * SIDE; i += THREADS) {
@@ -73,10 +73,9 @@ __global__ void __launch_bounds__(THREADS, 2) both_kernel(const Operands p) {
     largest.look(p, x, strips.rows, strips.panel(), lane);
     largest.publish(p, strips.panel(), strips.group(), wide, lane);
     meet();
+    const bool adds_up = SUMS && strips.group() == 0;
+    const float half = adds_up ? half_of_bias(p, strips.panel(), strips.groups()) : 0.0f;  // on its way meanwhile
     coder.prepare(strips.panel());
     coder.code(x, strips.rows, strips.tile, strips.panel());
-    if (SUMS && strips.group() == 0) {
-        __syncthreads();
-        add_up<T>(p, strips.panel(), strips.groups(), wide);
-    }
+    if (adds_up) put_bias<T>(p, strips.panel(), half, wide);
 }
