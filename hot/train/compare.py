@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from hot.errors import HotError
-from hot.policies.schema import load_policy
+from hot.policies.schema import Policy, load_policy
 from hot.train.checkpoint import write_json
 from hot.train.config import Experiment
 from hot.train.loop import Run, stop_on_signal
@@ -39,6 +39,8 @@ def run_experiment(
     if resume and overwrite:
         raise HotError("--resume and --overwrite exclude each other")
     policies = {_label(name): load_policy(name, allow_plugins=allow_plugins) for name in experiment.policies}
+    if experiment.backend is not None:
+        policies = {label: Policy(extends=own, backend=experiment.backend) for label, own in policies.items()}
     if len(policies) < len(experiment.policies):
         raise HotError(f"compare: two of {', '.join(experiment.policies)} have the same file name; rename one")
     runs = {f"{label}-seed{seed}": (label, seed) for label in policies for seed in experiment.seeds}

@@ -17,7 +17,8 @@ from hot.train.optim import AdamW, Cosine, Optimizer, Schedule
 class Experiment(BaseModel):
     """What to train, on what, how long, and under which policies.
 
-    epochs or steps: one of them. policy: a preset or a file; compare: several, side by side. seeds: one run each.
+    epochs or steps: one of them. policy: a preset or a file; compare: several, side by side. backend: in place of the
+    policies' own. seeds: one run each.
     clip_norm: the largest norm of the whole gradient. log_every, eval_every, checkpoint_every: in steps, the latter two
     every epoch where left out. output: the folder, ``runs/NAME`` where left out. threads: of torch on the CPU.
     plugins: files that register models, data sets and the like; loaded only with --allow-plugins.
@@ -37,6 +38,7 @@ class Experiment(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     policy: str = "hot"
     compare: list[str] = []
+    backend: str | None = None
     seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Len(min_length=1)] = [0]
     clip_norm: float | None = Field(default=None, gt=0)
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
@@ -71,6 +73,7 @@ class Experiment(BaseModel):
             "device",
             "policy",
             "compare",
+            "backend",
             "seeds",
             "eval_every",
             "checkpoint_every",

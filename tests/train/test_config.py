@@ -3,7 +3,8 @@
 import pytest
 
 from hot.errors import HotError, PolicyError
-from hot.train import Experiment, experiment_names, load_experiment
+from hot.policies.schema import load_policy
+from hot.train import Experiment, experiment_names, load_experiment, run_experiment
 from hot.train.data import Digits, Mnist
 from hot.train.models import FromFile, ResNet18, Timm, Vit
 from hot.train.optim import AdamW, Constant, Sgd
@@ -152,3 +153,11 @@ def test_identity_is_what_decides_the_weights() -> None:
     first = Experiment(name="a", model=Vit(), data=Digits(), steps=3)
     assert first.identity() == first.model_copy(update={"name": "b", "threads": 2, "log_every": 7}).identity()
     assert first.identity() != first.model_copy(update={"batch_size": 7}).identity()
+
+
+def test_a_backend_in_place_of_the_policies_own(tiny, tmp_path) -> None:
+    run_experiment(load_experiment(str(tiny), ["steps=2", "backend=reference"]), tmp_path / "run")
+    assert load_policy(tmp_path / "run/hot-seed0/policy.yaml").backend == "reference"
+    with pytest.raises(PolicyError, match="did you mean 'reference'"):
+        run_experiment(load_experiment(str(tiny), ["steps=2", "backend=refrence"]), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
