@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import PLANS
-from torch import nn
+from torch import Tensor, nn
 
 import hot
+from hot import crossover
 from hot.memory import saved_bytes
 from hot.train.models import Vit
 
@@ -145,17 +146,25 @@ def test_saved_bytes_and_peak_fall() -> None:
     assert hot_held < exact_held / 2
 
 
-def test_compiles_without_graph_breaks() -> None:
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("policy", ["int8", "hot"])
+def test_compiles_without_graph_breaks(policy: str, low: bool) -> None:
+    """In float32 and, as most train, in bfloat16 under autocast, whose kernels are others."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
     model = Vit(dim=64, depth=1, heads=2).build((3, 32, 32), 10).cuda()
-    hot.convert(model, hot.load_policy("int8"))
+    hot.convert(model, hot.load_policy(policy))
     x = torch.randn(8, 3, 32, 32, device="cuda")
-    model(x).square().sum().backward()
-    eager = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    torch.compile(model, fullgraph=True)(x).square().sum().backward()
-    for a, p in zip(eager, model.parameters(), strict=True):
-        assert (a - p.grad).norm() <= 0.02 * a.norm() + 1e-6
+
+    def grads(run: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        with crossover.off(), torch.autocast("cuda", torch.bfloat16, enabled=low):
+            run(x).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    limit = {"int8": 0.02, "hot": 0.3}[policy] + 0.05 * low  # noise is drawn from bits, and the compiler's differ
+    for eager, compiled in zip(grads(model), grads(torch.compile(model, fullgraph=True)), strict=True):
+        assert (eager - compiled).norm() <= limit * eager.norm() + 1e-6
 
 
 def test_golden_on_the_gpu() -> None:

@@ -38,6 +38,7 @@ def on_device(t: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(t.device)
 
 
+@torch.compiler.assume_constant_result
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability (major, minor); (0, 0) for what is no GPU."""
     return _capability(_index(device)) if device.type == "cuda" else (0, 0)

@@ -136,6 +136,7 @@ class _Job:
 
     def __call__(self, x: Tensor, along_basis: Tensor, across_basis: Tensor) -> tuple[Tensor, ...]:
         """Codes and scale of each operand that is made, then, if asked for, the sums of the columns in x's dtype."""
+        x = _aligned(x)
         made = [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in self.room]
         pointers = [t.data_ptr() for t in made]
         along = pointers[:2] if self.makes_along else (0, 0)
@@ -184,8 +185,18 @@ ALONG, ACROSS = ("row", "tensor", "block"), ("row", "tensor", "tile")
 
 
 def _is_dense(x: Tensor, stride: int, step: int, columns: int) -> bool:
-    """Whether columns lie so that 16 bytes at a time can be read."""
-    return x.dtype in DTYPES and x.numel() > 0 and not (stride % 8 or step % 8 or columns % 8 or x.data_ptr() % 16)
+    """Whether columns lie so that 16 bytes at a time can be read, once the first does: see `_aligned`. A compiler asks too,
+    which knows no addresses."""
+    return x.dtype in DTYPES and x.numel() > 0 and not (stride % 8 or step % 8 or columns % 8)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy laid out likewise where it begins between multiples of 16 bytes, as few views do."""
+    return (
+        x
+        if x.data_ptr() % 16 == 0
+        else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    )
 
 
 def _holds(format: str, device: torch.device) -> bool:
