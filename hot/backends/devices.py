@@ -38,10 +38,14 @@ def on_device(t: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(t.device)
 
 
-@torch.compiler.assume_constant_result
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability (major, minor); (0, 0) for what is no GPU."""
-    return _capability(_index(device)) if device.type == "cuda" else (0, 0)
+    """The compute capability (major, minor); (0, 0) for what is no GPU. Kept in a dict, which torch.compile can read."""
+    if device.type != "cuda":
+        return 0, 0
+    index = _index(device)
+    if index not in _capabilities:
+        _capabilities[index] = torch.cuda.get_device_capability(index)
+    return _capabilities[index]
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -69,9 +73,7 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-@lru_cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+_capabilities: dict[int, tuple[int, int]] = {}
 
 
 @lru_cache

@@ -33,7 +33,7 @@ def test_kernels_are_asked_without_memory(backend: str, op: str, monkeypatch: py
     backends[backend].load()
     if f"{backend}.{op}" not in kernels:
         pytest.skip(f"{backend} has no kernel for {op}")
-    monkeypatch.setattr(devices, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(devices, "_capabilities", {0: (9, 0)})
     monkeypatch.setattr(devices, "_multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("hot.backends.float8._rows_of_tiles", lambda device: "padded")
@@ -45,3 +45,17 @@ def test_kernels_are_asked_without_memory(backend: str, op: str, monkeypatch: py
                     warnings.simplefilter("error")  # reading an address is no more than warned of
                     answers.add(kernels[f"{backend}.{op}"].supports(*map(without_memory, case.args.values())))
     assert True in answers and answers <= {True, False}
+
+
+def test_the_compiler_can_ask_for_a_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word: what it cannot see through it warns of, or leaves the graph for."""
+    monkeypatch.setattr(devices, "_capabilities", {0: (9, 0), 1: (8, 0)})
+
+    def f(x: Tensor, device: torch.device) -> Tensor:
+        return x * 2 if devices.has_fp8(device) else x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, fullgraph=True, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [compiled(torch.ones(()), torch.device("cuda", index)).item() for index in (0, 1)] == [2, 1]
