@@ -41,6 +41,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 def machine() -> dict[str, Any]:
     """The facts, as plain data."""
     from hot.backends import backends
+    from hot.backends.order import FILES as ORDER
     from hot.backends.reference.products import INT_MM_ON_CPU
     from hot.crossover import FILES as CROSSOVER
     from hot.policies.presets import preset_names
@@ -66,6 +67,7 @@ def machine() -> dict[str, Any]:
         "gpus": _gpus(),
         "backends": {name: backend(name) for name in backends},
         "crossover": _files(CROSSOVER, "points"),
+        "order": _files(ORDER, "times"),
         "presets": preset_names(),
     }
 
