@@ -1,4 +1,7 @@
-"""README's result tables, out of the CSV files under benchmarks/results: ``python benchmarks/readme_tables.py`` writes them."""
+"""README's result tables, and the packaged order of the kernels, out of the CSV files under benchmarks/results.
+
+``python benchmarks/readme_tables.py`` writes them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
+
+from hot.backends import REFERENCE, backends
+from hot.backends.order import Time, arrange, by_op, write
+from hot.files import slug
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -70,12 +77,35 @@ def machine(rows: list[dict[str, str]]) -> str:
     return f"{first['device']}, torch {first['torch'].split('+')[0]}"
 
 
+def kernel_times() -> list[Time]:
+    """What kernels_h200.csv has for the order in which ``auto`` asks the kernels."""
+    rows = [row for row in read("kernels_h200") if row["p50_ms"]]
+    return [Time(row["op"], row["case"], row["backend"], float(row["p50_ms"])) for row in rows]
+
+
+def write_order(folder: Path = ROOT / "configs" / "order") -> Path:
+    """Put these times into the file that is packaged for their device."""
+    device = read("kernels_h200")[0]["device"]
+    return write(kernel_times(), device, folder / f"{slug(device)}.csv")
+
+
+def asked_first(times: list[Time]) -> str:
+    """Which backend ``auto`` asks first for an op of these times; "" if they are the reference's alone."""
+    names = {time.backend for time in times} - {REFERENCE}
+    return next(iter(arrange(sorted(names, key=lambda name: -backends[name].priority), times)), "")
+
+
 def kernels_table() -> str:
-    """Every kernel's least traffic over the bandwidth of a copy, and the products' speed over torch's."""
+    """Every kernel's least traffic over the bandwidth of a copy, and the products' speed over torch's.
+
+    The kernel that ``auto`` asks first for an op is marked, with the time of the fastest other one over its own in that case.
+    """
     rows = {(row["op"], row["case"], row["backend"]): row for row in read("kernels_h200")}
+    times = by_op(kernel_times())
+    first = {op: asked_first(of) for op, of in times.items()}
     lines = [
-        f"| op | case, {machine([*rows.values()])} | backend | p50 | speed | against | reference backend |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| op | case, {machine([*rows.values()])} | backend | p50 | `auto` | speed | against | reference backend |",
+        "| --- " * 8 + "|",
     ]
     for (op, case, backend), row in rows.items():
         reference = rows.get((op, case, "reference"))
@@ -85,8 +115,11 @@ def kernels_table() -> str:
             speed, against = f"{float(row['tflops']):.0f} TFLOP/s", f"{float(row['vs_torch']):.2f}× torch's bf16"
         else:
             speed, against = f"{float(row['gb_per_s']):.0f} GB/s", figure(row, "vs_copy", "{:.0f} % of a copy", 100)
-        times = [figure(each, "p50_ms", "{:.3f} ms") for each in (row, reference)]
-        lines.append(f"| `{op}` | {case} | {backend} | {times[0]} | {speed} | {against} | {times[1]} |")
+        others = [time.p50_ms for time in times[op] if time.case == case and time.backend not in (backend, REFERENCE)]
+        ratio = f" {min(others) / float(row['p50_ms']):.2f}×" if others else ""
+        mark = f"first{ratio}" if backend == first[op] else ""
+        p50, theirs = (figure(each, "p50_ms", "{:.3f} ms") for each in (row, reference))
+        lines.append(f"| `{op}` | {case} | {backend} | {p50} | {mark} | {speed} | {against} | {theirs} |")
     return "\n".join(lines)
 
 
@@ -201,3 +234,4 @@ def render(readme: str) -> str:
 if __name__ == "__main__":
     path = ROOT / "README.md"
     path.write_text(render(path.read_text()))
+    write_order()

@@ -7,25 +7,21 @@ measured, nothing is known, and it runs under its plan. Only the backend ``auto`
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import platform
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hot.errors import HotError
-from hot.files import cache_folder, slug, write_whole
+from hot.files import slug
+from hot.measured import Measured, name_of
 from hot.policies.plan import LayerPlan
-from hot.policies.presets import preset_folder
 from hot.views import LinearView, View
 
 Sizes = tuple[int, int, int]
@@ -132,31 +128,14 @@ def off() -> Iterator[None]:
         _is_off = before
 
 
-def name_of(device: torch.device) -> str:
-    """What a table calls a device: the GPU's name, or the CPU's model; "" where there is no name to go by."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return cpuinfo("model name") or platform.processor() or platform.machine() if device.type == "cpu" else ""
-
-
-def cpuinfo(field: str) -> str:
-    """A field of the first processor in /proc/cpuinfo, or "" where there is none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == field), "")
-
-
 def user_folder() -> Path:
     """Where this user's tables are."""
-    return cache_folder() / "crossover"
+    return FILES.user_folder()
 
 
 def tables() -> dict[str, Path]:
     """The file of every device that has one, by the device's slug. A user's own takes the place of the packaged one."""
-    folders = preset_folder().parent / "crossover", user_folder()
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.csv"))}
+    return {path.stem: path for path in FILES.files()}
 
 
 def read(device_name: str) -> tuple[Point, ...]:
@@ -167,15 +146,7 @@ def read(device_name: str) -> tuple[Point, ...]:
 
 def read_file(path: Path) -> tuple[Point, ...]:
     """The points of one file. Of two lines for the same layer the later counts. Raises HotError as `read`."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.reader(file)
-            header = next(reader, [])
-            if header != list(_COLUMNS):
-                raise HotError(f"{path}:1: the columns are {','.join(_COLUMNS)}, not {','.join(header)!r}; {_FIX}")
-            return _newest(_point(row, f"{path}:{reader.line_num}") for row in reader)
-    except (OSError, UnicodeError, csv.Error) as error:
-        raise HotError(f"{path}: {error}; {_FIX}") from error
+    return _newest(FILES.read(path))
 
 
 def write(points: Iterable[Point], device_name: str, path: Path | None = None) -> Path:
@@ -184,15 +155,9 @@ def write(points: Iterable[Point], device_name: str, path: Path | None = None) -
     A point for a layer that the file has already replaces the old one. Raises HotError for a point that could not be read
     again, and if the file to add to is broken; nothing is written then.
     """
-    if path is None:
-        path = user_folder() / f"{slug(device_name)}.csv"
-    new = [_point([str(value) for value in astuple(point)], str(point)) for point in points]
-    lines = io.StringIO(newline="")
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    writer.writerows(map(astuple, _newest((*(read_file(path) if path.exists() else ()), *new))))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, lambda file: file.write(lines.getvalue().encode()))
+    path = path or FILES.own(device_name)
+    new = FILES.check(points)
+    FILES.write(_newest((*(read_file(path) if path.exists() else ()), *new)), path)
     forget()
     return path
 
@@ -203,34 +168,23 @@ def forget() -> None:
     _said.clear()
 
 
-_COLUMNS: dict[str, tuple[Callable[[str], Any], Callable[[Any], object], str]] = {
-    "kind": (str, re.compile(r"linear|conv[1-9]\d*x[1-9]\d*").fullmatch, "linear, conv1x1, conv3x3, …"),
-    "plan": (str, len, "the text of a plan"),
-    "dtype": (str, lambda name: isinstance(getattr(torch, name, None), torch.dtype), "a dtype, such as bfloat16"),
-    **dict.fromkeys(("tokens", "outputs", "inputs"), (int, lambda size: size > 0, "a whole number above 0")),
-    "ratio": (float, lambda ratio: 0 < ratio < math.inf, "a number above 0"),
-}
-_FIX = "correct it, or remove it and measure again: hot bench layers --write-crossover"
-assert list(_COLUMNS) == [field.name for field in fields(Point)]
+FILES = Measured(
+    "crossover",
+    Point,
+    {
+        "kind": (str, re.compile(r"linear|conv[1-9]\d*x[1-9]\d*").fullmatch, "linear, conv1x1, conv3x3, …"),
+        "plan": (str, len, "the text of a plan"),
+        "dtype": (str, lambda name: isinstance(getattr(torch, name, None), torch.dtype), "a dtype, such as bfloat16"),
+        **dict.fromkeys(("tokens", "outputs", "inputs"), (int, lambda size: size > 0, "a whole number above 0")),
+        "ratio": (float, lambda ratio: 0 < ratio < math.inf, "a number above 0"),
+    },
+    "hot bench layers --write-crossover",
+)
+assert list(FILES.columns) == [field.name for field in fields(Point)]
 
 _tables: dict[torch.device, dict[tuple[str, str, str], tuple[Sizes, ...]]] = {}
 _said: set[tuple[str, torch.dtype, tuple[int, ...]]] = set()
 _is_off = False
-
-
-def _point(row: Sequence[str], place: str) -> Point:
-    """A line of a file. Raises HotError with the place, the value and the fix."""
-    if len(row) != len(_COLUMNS):
-        raise HotError(f"{place}: {len(row)} values, where {len(_COLUMNS)} are needed ({','.join(_COLUMNS)}); {_FIX}")
-    values = []
-    for text, (name, (convert, is_right, meaning)) in zip(row, _COLUMNS.items(), strict=True):
-        try:
-            values.append(convert(text))
-        except ValueError:
-            values.append(None)
-        if values[-1] is None or not is_right(values[-1]):
-            raise HotError(f"{place}: {name} {text!r} is not {meaning}; {_FIX}")
-    return Point(*values)
 
 
 def _newest(points: Iterable[Point]) -> tuple[Point, ...]:

@@ -278,7 +278,7 @@ def test_a_table_is_found_by_the_devices_name(monkeypatch: pytest.MonkeyPatch, t
     """The user's first, then the packaged one, and neither folder need be there."""
     assert slug("NVIDIA H200") == "nvidia-h200" and read("NVIDIA H200")
     configs = tmp_path / "configs"
-    monkeypatch.setattr(crossover, "preset_folder", lambda: configs / "policies")
+    monkeypatch.setattr("hot.measured.preset_folder", lambda: configs / "policies")
     assert read(HERE) == () and tables() == {}
     packaged = write([point(1.5, 4, 4, 4)], HERE, configs / "crossover" / f"{slug(HERE)}.csv")
     other = write([point(1.5, 4, 4, 4)], "Other", configs / "crossover" / "other.csv")

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from hot.backends.order import arrange, times_on
 from hot.errors import BackendError, HotError
 from hot.registry import Registry
 
@@ -56,14 +57,13 @@ class Op:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One op on one backend. ``supports`` takes the op's arguments and says whether this kernel serves them; under ``auto``
-    the kernel of the highest ``priority`` is asked first. ``function``: ``call`` past torch's dispatcher."""
+    """One op on one backend. ``supports`` takes the op's arguments and says whether this kernel serves them.
+    ``function``: ``call`` past torch's dispatcher."""
 
     op: str
     backend: str
     call: Callable[..., Any]
     supports: Callable[..., bool]
-    priority: int | None = None  # its backend's
     function: Callable[..., Any] | None = None
 
 
@@ -72,8 +72,9 @@ class Backend:
     """Where kernels come from. ``probe`` says ``(available, reason)``; ``devices`` are torch device types.
 
     ``load`` imports the kernels: called once, when the backend is first used. ``priority`` orders the available
-    backends under ``auto``, the highest first. ``float8`` says from how many elements of a product on integer codes that e4m3
-    holds exactly are to be given to it as such: faster on a chip with float8 tensor cores and none for 4 bits.
+    backends under ``auto``, the highest first; those that were timed, `hot.backends.order` puts in the order of their times.
+    ``float8`` says from how many elements of a product on integer codes that e4m3 holds exactly are to be given to it as such:
+    faster on a chip with float8 tensor cores and none for 4 bits.
     """
 
     name: str
@@ -119,12 +120,11 @@ def register_backend(backend: Backend) -> Backend:
 
 
 def register_kernel(
-    op: str, *, backend: str, supports: Callable[..., bool] | None = None, priority: int | None = None
+    op: str, *, backend: str, supports: Callable[..., bool] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: attach a kernel for a declared op to a backend. Returns the function unchanged.
 
     ``supports(*args)`` gets the op's arguments and returns whether the kernel serves them; without it, it serves all.
-    ``priority``: in place of the backend's, where this kernel is faster or slower than another backend's by measurement.
     Raises HotError for an unknown op, or if that backend has a kernel for the op already.
     """
     if op not in OPS:
@@ -134,7 +134,7 @@ def register_kernel(
         if f"{backend}.{op}" in kernels:  # before the custom op of the first one is replaced
             raise HotError(f"backend {backend!r} has a kernel for op {op!r} already")
         call = function if backend == REFERENCE else _custom_op(op, backend, function)
-        kernels.register(f"{backend}.{op}")(Kernel(op, backend, call, supports or _serves_all, priority, function))
+        kernels.register(f"{backend}.{op}")(Kernel(op, backend, call, supports or _serves_all, function))
         _ready.clear()
         return function
 
@@ -166,16 +166,18 @@ class Ops:
     """The ops of one backend on one device type, as attributes: ``ops.hadamard(x, 16)``. Get it from `ops_for`.
 
     A call goes to the first kernel that supports its arguments, else to the op's composition over these same ops. An
-    explicit backend that has neither raises BackendError; ``auto`` ends with the reference.
+    explicit backend that has neither raises BackendError; ``auto`` ends with the reference. The kernels of a chain, which is
+    given by priority, are put in the order of `hot.backends.order` here, for the current device of the type, once.
     """
 
     def __init__(self, backend: str, device: str, chain: tuple[str, ...]) -> None:
         self.backend, self.device = backend, device
         self.float8 = backends[chain[0]].float8() if chain else math.inf
         self.kernels: dict[str, tuple[Kernel, ...]] = {}
+        times = times_on(torch.device(device)) if len(chain) > 1 else {}
         for op in OPS:
-            found = [kernels[f"{name}.{op}"] for name in chain if f"{name}.{op}" in kernels]
-            self.kernels[op] = tuple(sorted(found, key=_priority, reverse=True))
+            able = [name for name in chain if f"{name}.{op}" in kernels]
+            self.kernels[op] = tuple(kernels[f"{name}.{op}"] for name in arrange(able, times.get(op, ())))
         for op in OPS:
             setattr(self, op, self._caller(op))
 
@@ -216,10 +218,6 @@ def _is_watched(*args: Any) -> bool:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _priority(kernel: Kernel) -> int:
-    return backends[kernel.backend].priority if kernel.priority is None else kernel.priority
 
 
 _ready: dict[tuple[str, str], Ops] = {}

@@ -46,12 +46,10 @@ first … last, and the last block may be short; on the other they begin at `fir
 whether these are others than all of a block in natural order."""
 
 
-def register_transforms(backend: str, launch: Launch, priority: int | None = None) -> None:
-    """Attach `project`, `expand` and `hadamard` to a backend; the priority is of the first two."""
+def register_transforms(backend: str, launch: Launch) -> None:
+    """Attach `project`, `expand` and `hadamard` to a backend."""
 
-    @register_kernel(
-        "project", backend=backend, supports=lambda x, block, rows, *_, **__: _serves(x, block, rows), priority=priority
-    )
+    @register_kernel("project", backend=backend, supports=lambda x, block, rows, *_, **__: _serves(x, block, rows))
     def project(
         x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None
     ) -> Tensor:
@@ -60,10 +58,7 @@ def register_transforms(backend: str, launch: Launch, priority: int | None = Non
         return _run(launch, x, length, x.shape[-1], block, rows, signs, prefix, tail, draw, False)
 
     @register_kernel(
-        "expand",
-        backend=backend,
-        supports=lambda c, length, block, rows, *_, **__: _serves(c, block, rows),
-        priority=priority,
+        "expand", backend=backend, supports=lambda c, length, block, rows, *_, **__: _serves(c, block, rows)
     )
     def expand(
         c: Tensor, length: int, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from hot.crossover import name_of
 from hot.errors import HotError
+from hot.measured import name_of
 
 
 def environment(device: torch.device) -> dict[str, str | int]:

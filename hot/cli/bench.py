@@ -44,13 +44,20 @@ def kernels(
         bool,
         typer.Option("--tune", help="First find the fastest settings of every Triton kernel and keep them (minutes)."),
     ] = False,
+    write_order: Annotated[
+        bool, typer.Option("--write-order", help="Keep the times: backend: auto asks the fastest kernel first.")
+    ] = False,
 ) -> None:
     """Time every kernel: its least traffic over a copy's bandwidth, a product's speed over torch's."""
     from hot.bench.kernels import Row
     from hot.bench.kernels import bench as run
     from hot.bench.timing import place
+    from hot.errors import HotError
 
     report = _Report(place(device), Row, output)
+    if write_order and backend:
+        raise HotError("--write-order compares all backends that run here: leave --backend out")
+    before = _asked_first(report.device.type) if write_order else {}  # a broken file shows before minutes have gone by
     with Console(stderr=True).status("timing") as status, _tuning() if tune else nullcontext([]) as tuned:
         report.add(
             run(
@@ -71,6 +78,33 @@ def kernels(
         times = f"{found.default_milliseconds:.4f} → {found.milliseconds:.4f} ms"
         text = f"tuned: {found.family} {found.key}: {times}, {found.config}"
         Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
+    if write_order:
+        _write_order(report, before)
+
+
+def _asked_first(device: str) -> dict[str, str]:
+    """The backend whose kernel ``auto`` asks first for every op on a device type."""
+    from hot.backends import AUTO, OPS, ops_for
+
+    ops = ops_for(AUTO, device)
+    return {op: ops.serving(op) for op in OPS}
+
+
+def _write_order(report: _Report, before: dict[str, str]) -> None:
+    from hot.backends.order import Time, write
+    from hot.measured import name_of
+
+    found = [
+        Time(row["op"], row["case"], row["backend"], row["p50_ms"]) for row in report.rows if row["p50_ms"] is not None
+    ]
+    written = write(found, name_of(report.device))
+    after = _asked_first(report.device.type)
+    changes = [f"{op}: {after[op]} instead of {before[op]}" for op in after if after[op] != before[op]]
+    Console(stderr=True, soft_wrap=True).print(
+        f"written: {written}, {len(found)} times; auto asks first: {', '.join(changes) or 'as before'}",
+        markup=False,
+        highlight=False,
+    )
 
 
 def _tuning() -> AbstractContextManager[list[Any]]:
@@ -174,8 +208,9 @@ def layers(
 
 def _write_crossover(setup: Bench, path: Path | None, status: Any) -> None:
     from hot.bench.grid import points
-    from hot.crossover import name_of, write
+    from hot.crossover import write
     from hot.errors import HotError
+    from hot.measured import name_of
 
     found, finished = points(
         setup, progress=lambda point: status.update(f"{point.kind} {point.sizes}: {point.ratio:.2f}")

@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hot.errors import HotError
+from hot.measured import Measured, cpuinfo, name_of
 
 PACKAGES = ("hot-training", "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numpy", "timm", "transformers", "peft")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_tile", "amx_int8", "asimddp", "i8mm")
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show versions, CPU and GPUs, which backends run here and why others do not, the crossover tables and the presets."""
+    """Show versions, CPU and GPUs, which backends run here and why others do not, what was measured, and the presets."""
     facts = machine()
     if as_json:
         Console(soft_wrap=True).print_json(json.dumps(facts))
@@ -40,8 +41,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 def machine() -> dict[str, Any]:
     """The facts, as plain data."""
     from hot.backends import backends
+    from hot.backends.order import FILES as ORDER
     from hot.backends.reference.products import INT_MM_ON_CPU
-    from hot.crossover import cpuinfo, name_of
+    from hot.crossover import FILES as CROSSOVER
     from hot.policies.presets import preset_names
 
     def backend(name: str) -> str:
@@ -64,7 +66,8 @@ def machine() -> dict[str, Any]:
         },
         "gpus": _gpus(),
         "backends": {name: backend(name) for name in backends},
-        "crossover": _crossover(),
+        "crossover": _files(CROSSOVER, "points"),
+        "order": _files(ORDER, "times"),
         "presets": preset_names(),
     }
 
@@ -79,17 +82,15 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _crossover() -> dict[str, str]:
-    """The crossover tables, by the device's slug: how many points, and whose; or what is wrong with the file."""
-    from hot.crossover import read_file, tables, user_folder
-
+def _files(of: Measured[Any], what: str) -> dict[str, str]:
+    """The files of one kind, by the device's slug: how many lines, and whose; or what is wrong with the file."""
     found = {}
-    for name, path in tables().items():
-        whose = "this user's" if path.parent == user_folder() else "packaged"
+    for path in of.files():
+        whose = "this user's" if path.parent == of.user_folder() else "packaged"
         try:
-            found[name] = f"{len(read_file(path))} points, {whose}"
+            found[path.stem] = f"{len(of.read(path))} {what}, {whose}"
         except HotError as error:
-            found[name] = str(error)
+            found[path.stem] = str(error)
     return found
 
 

@@ -91,9 +91,10 @@ def _cast(model: torch.nn.Module, sample: torch.Tensor, name: str) -> tuple[torc
 
 def _crossover(name: str | None, here: str) -> tuple[str, Any]:
     """The device whose crossover counts and its points, none if nobody asked for it by name and it has no table."""
-    from hot.crossover import name_of, read, tables
+    from hot.crossover import read, tables
     from hot.errors import HotError, did_you_mean
     from hot.files import slug
+    from hot.measured import name_of
 
     if name is None:
         name = name_of(torch.device(here))

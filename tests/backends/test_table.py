@@ -80,14 +80,6 @@ def test_auto_prefers_by_priority_and_supports(tiny: str) -> None:
     assert torch.equal(ops.pack4(CODES[:2]), ops_for("reference", "cpu").pack4(CODES[:2]))
 
 
-def test_a_kernel_may_have_a_priority_of_its_own(tiny: str) -> None:
-    """Measured to be slower than another backend's, whatever the backend's place."""
-    register_kernel("unpack4", backend=tiny, priority=-1)(lambda packed, length: packed)
-    add_pack4(tiny)
-    assert [kernel.backend for kernel in ops_for("auto", "cpu").kernels["unpack4"]] == ["reference", tiny]
-    assert ops_for("auto", "cpu").serving("pack4") == tiny
-
-
 def test_an_explicit_backend_does_not_fall_back(tiny: str) -> None:
     add_pack4(tiny, supports=lambda codes: codes.shape[0] == 3)
     ops = ops_for(tiny, "cpu")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hot
+from hot.backends.order import FILES, by_op
 from hot.bench.kernels import Row as KernelRow
 from hot.bench.layers import Bench
 from hot.bench.records import environment, write_csv
@@ -52,7 +53,7 @@ def rows_of(
 def test_tables_without_results_or_markers_are_left_alone(tables: ModuleType) -> None:
     text = "".join(f"<!-- {marker} -->\nold\n<!-- /{marker} -->\n" for marker in tables.TABLES)
     assert tables.render(text) == text
-    save(tables, "kernels_h200", [KernelRow("pack4", "int4", "mine", "bfloat16", 3.0, 1.0, 1.0, 1.0, 3.0, 0.5)])
+    save(tables, "kernels_h200", [KernelRow("pack4", "int4", "cupy", "bfloat16", 3.0, 1.0, 1.0, 1.0, 3.0, 0.5)])
     assert tables.render("no marker") == "no marker"
     rendered = tables.render(text)
     assert rendered.count("old") == len(tables.TABLES) - 1 and tables.render(rendered) == rendered
@@ -60,16 +61,38 @@ def test_tables_without_results_or_markers_are_left_alone(tables: ModuleType) ->
 
 def test_kernels(tables: ModuleType) -> None:
     rows = [
-        KernelRow("pack4", "int4", "mine", "bfloat16", 3000.0, 1.0, 1.0, 1.0, gb_per_s=3000.0, vs_copy=0.75),
-        KernelRow("matmul", "int8", "mine", "bfloat16", 3.0, 1.0, 2.0, 3.0, tflops=1200.4, vs_torch=1.5),
+        KernelRow("pack4", "int4", "cupy", "bfloat16", 3000.0, 1.0, 1.0, 1.0, gb_per_s=3000.0, vs_copy=0.75),
+        KernelRow("matmul", "int8", "cupy", "bfloat16", 3.0, 1.0, 2.0, 3.0, tflops=1200.4, vs_torch=1.5),
         KernelRow("matmul", "int8", "reference", "bfloat16", 3.0, 1.0, 7.0, 9.0, tflops=300.0, vs_torch=0.5),
-        KernelRow("pack4", "int4", "other", "bfloat16", 3.0, reason="no"),
+        KernelRow("pack4", "int4", "triton", "bfloat16", 3.0, reason="no"),
     ]
     save(tables, "kernels_h200", rows)
     assert tables.kernels_table().splitlines()[2:] == [
-        "| `pack4` | int4 | mine | 1.000 ms | 3000 GB/s | 75 % of a copy | – |",
-        "| `matmul` | int8 | mine | 2.000 ms | 1200 TFLOP/s | 1.50× torch's bf16 | 7.000 ms |",
+        "| `pack4` | int4 | cupy | 1.000 ms | first | 3000 GB/s | 75 % of a copy | – |",
+        "| `matmul` | int8 | cupy | 2.000 ms | first | 1200 TFLOP/s | 1.50× torch's bf16 | 7.000 ms |",
     ]
+
+
+def test_kernels_that_auto_asks_first(tables: ModuleType) -> None:
+    """By all cases of the op, with the ratio of the one case; the reference is no rival."""
+
+    def row(case: str, backend: str, time: float) -> KernelRow:
+        return KernelRow("pack4", case, backend, "bfloat16", 3.0, time, time, time, gb_per_s=1.0)
+
+    found = [row("a", "triton", 1.0), row("a", "cupy", 2.0), row("b", "triton", 6.0), row("b", "cupy", 1.5)]
+    save(tables, "kernels_h200", [*found, row("a", "reference", 0.1), row("c", "triton", 0.1)])
+    header, line, *rows = tables.kernels_table().splitlines()
+    assert [each.split("|")[5].strip() for each in rows] == ["", "first 0.50×", "", "first 4.00×", ""]
+    assert {each.count("|") for each in (header, line, *rows)} == {9}
+
+
+def test_the_packaged_order_is_that_of_the_results(
+    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tables.ROOT / "benchmarks" / "results")
+    written = tables.write_order(tmp_path)
+    packaged = FILES.packaged("NVIDIA H200")
+    assert written.name == packaged.name and by_op(FILES.read(written)) == by_op(FILES.read(packaged))
 
 
 def test_layers(tables: ModuleType) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from hot.backends import backends
+from hot.backends import Backend, backends, kernels, ops_for, register_backend, register_kernel, table
+from hot.backends.order import FILES
 from hot.bench import grid, shapes
 from hot.bench.shapes import Layer, LayerSet
 from hot.cli import main
 from hot.crossover import read_file
+from hot.measured import name_of
 
 KERNELS = ["bench", "kernels", "--backend", "reference", "--device", "cpu", "--size", "0.02", "--repeats", "5"]
 LAYERS = ["bench", "layers", "--device", "cpu", "--repeats", "5"]
@@ -123,9 +129,52 @@ def test_write_crossover(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert "policy exact leaves every layer to torch" in said
 
 
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """A backend whose pack4 is slower than the reference's, and which comes before it; an empty cache."""
+    monkeypatch.setenv("HOT_CACHE", str(tmp_path / "cache"))
+    register_backend(Backend("slow", devices=("cpu",), probe=lambda: (True, "a test"), priority=9))
+    reference = ops_for("reference", "cpu")
+
+    @register_kernel("pack4", backend="slow")
+    def pack4(codes: Tensor) -> Tensor:
+        time.sleep(0.003)
+        return reference.pack4(codes)
+
+    yield "slow"
+    kernels.remove("slow.pack4")
+    backends.remove("slow")
+    table._ready.clear()
+
+
+def test_write_order(slow: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    output = tmp_path / "kernels.csv"
+    every = [argument for argument in KERNELS if argument not in ("--backend", "reference")]
+    shown, said = run(capsys, *every, "--op", "pack4", "--write-order", "-o", str(output))
+    (path,) = (tmp_path / "cache" / "order").iterdir()
+    assert f"written: {path}, 2 times; auto asks first: pack4: reference instead of slow" in said and "pack4" in shown
+    assert ops_for("auto", "cpu").serving("pack4") == "reference"
+    for row, kept in zip(read(output), read(path), strict=True):
+        assert float(kept.pop("p50_ms")) == pytest.approx(float(row["p50_ms"]), rel=1e-4)
+        assert kept == {name: row[name] for name in ("op", "case", "backend")}
+    _, said = run(capsys, *every, "--op", "unpack4", "--write-order")
+    assert "1 times; auto asks first: as before" in said and {row["op"] for row in read(path)} == {"pack4", "unpack4"}
+
+
+def test_a_broken_order_shows_before_anything_is_timed(slow: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = FILES.own(name_of(torch.device("cpu")))
+    path.parent.mkdir(parents=True)
+    path.write_text("op\n")
+    every = [argument for argument in KERNELS if argument not in ("--backend", "reference")]
+    shown, said = run(capsys, *every, "--op", "pack4", "--write-order", code=2)
+    assert "the columns are op,case,backend,p50_ms" in " ".join(said.split()) and not shown
+    assert path.read_text() == "op\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["kernels", "--write-order", "--backend", "reference"], "--write-order compares all backends that run here"),
         (["kernels", "--op", "pack5"], "unknown op 'pack5', did you mean 'pack4'?"),
         (["kernels", "--backend", "abacus"], "unknown backend 'abacus'"),
         (["kernels", "--size", "0"], "--size 0 must be above 0"),

@@ -11,6 +11,8 @@ import pytest
 from torch import nn
 
 import hot
+from hot.backends.order import Time
+from hot.backends.order import write as write_order
 from hot.cli import main
 from hot.crossover import Point, write
 
@@ -112,6 +114,15 @@ def test_info_lists_crossovers(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     facts = json.loads(run(capsys, "info", "--json")[0])
     assert facts["crossover"]["nvidia-h200"] == "3 points, this user's"
     assert "the columns are kind,plan" in facts["crossover"]["broken"]
+
+
+def test_info_lists_orders(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOT_CACHE", str(tmp_path))
+    path = write_order([Time("pack4", "int4", "reference", 1.0)], "Chip")
+    (path.parent / "broken.csv").write_text("op\n")
+    facts = json.loads(run(capsys, "info", "--json")[0])["order"]
+    assert facts["chip"] == "1 times, this user's" and facts["nvidia-h200"].endswith(" times, packaged")
+    assert "the columns are op,case" in facts["broken"]
 
 
 @pytest.mark.parametrize(

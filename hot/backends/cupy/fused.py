@@ -26,9 +26,6 @@ STRIPS = 2 * TILE * TILE
 LAYOUT = "@12Q2q7i2f"
 """Of struct Operands."""
 
-PRIORITY = 15
-"""Above Triton's: on an H200 these kernels take 0.70 to 0.95 of the time that its own take (benchmarks/results)."""
-
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ROUNDINGS = ("nearest", "hashed", "pseudo_stochastic")
 SCALES = {"row": "ROW", "tensor": "TENSOR", "block": "GROUP", "tile": "GROUP", "": "NONE"}
@@ -221,7 +218,7 @@ def _serves_operand(
     return dense and rank == SIDE and _is_dense(x, 0, x.stride(0), length) and _fits(*spec, ALONG)
 
 
-@register_kernel("transform_quantize", backend="cupy", supports=_serves_operand, priority=PRIORITY)
+@register_kernel("transform_quantize", backend="cupy", supports=_serves_operand)
 def transform_quantize(
     x: Tensor, block: int, rows: Sequence[int], signs: Sequence[int], prefix: int, tail: str, draw: Tensor | None,
     format: str, granularity: str, group: int, rounding: str, clip: Sequence[float],
@@ -254,7 +251,7 @@ def _serves_gradient(
     return fits and (g.stride(2) == 1 or outputs == 1) and _is_dense(g, g.stride(0), g.stride(1), outputs)
 
 
-@register_kernel("grad_output_operands", backend="cupy", supports=_serves_gradient, priority=PRIORITY)
+@register_kernel("grad_output_operands", backend="cupy", supports=_serves_gradient)
 def grad_output_operands(
     g: Tensor,
     i_block: int, i_rows: Sequence[int], i_signs: Sequence[int],

@@ -70,10 +70,7 @@ def _launch(
         )  # fmt: skip
 
 
-PRIORITY = 15
-"""Above Triton's: on an H200 `project` takes a quarter and `expand` two thirds of the time of its own."""
-
-register_transforms("cupy", _launch, priority=PRIORITY)
+register_transforms("cupy", _launch)
 
 SPECIMENS = [
     _kernel(torch.bfloat16, 16, False, False, False),
