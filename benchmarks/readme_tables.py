@@ -205,6 +205,23 @@ def resnet_table() -> str:
     return "\n".join(lines)
 
 
+def agreement_table() -> str:
+    """Training losses under every backend, two seeds, and how far each is from the reference's of its seed."""
+    rows = read("agreement_h200")
+    losses = {(row["backend"], row["seed"], int(row["step"])): float(row["loss"]) for row in rows}
+    runs, steps = dict.fromkeys((row["backend"], row["seed"]) for row in rows), dict.fromkeys(key[2] for key in losses)
+    title = f"{rows[0]['device']}, torch {rows[0]['torch'].split('+')[0]}: mean training loss up to step"
+    lines = [
+        f"| {title} | {' | '.join(f'{backend}, seed {seed}' for backend, seed in runs)} |",
+        "| --- " * (len(runs) + 1) + "|",
+    ]
+    for step in steps:
+        lines.append(f"| {step} | {' | '.join(f'{losses[*run, step]:.3f}' for run in runs)} |")
+    apart = [mean(abs(losses[*run, step] - losses["reference", run[1], step]) for step in steps) for run in runs]
+    lines.append(f"| mean distance from the reference's | {' | '.join(f'{each:.3f}' for each in apart)} |")
+    return "\n".join(lines)
+
+
 def exists(name: str) -> bool:
     """Whether there is a results file of that name."""
     return (RESULTS / f"{name}.csv").exists()
@@ -212,6 +229,7 @@ def exists(name: str) -> bool:
 
 TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "accuracy-table": (accuracy_table, tuple(EXPERIMENTS)),
+    "agreement-table": (agreement_table, ("agreement_h200",)),
     "backward-table": (backward_table, ("layers_cpu",)),
     "kernels-table": (kernels_table, ("kernels_h200",)),
     "layers-table": (layers_table, ("layers_llm_h200", "layers_vit_h200")),
