@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from readme import README, block
 from torch import nn
 
 import hot
-
-README = (Path(__file__).parents[1] / "README.md").read_text()
-
-
-def block(marker: str) -> str:
-    """The code block behind ``<!-- marker -->``."""
-    found = re.search(rf"<!-- {marker} -->\n```\w*\n(.*?)```", README, re.S)
-    assert found, f"README has no {marker!r}"
-    return found[1]
 
 
 @pytest.fixture
@@ -49,20 +39,6 @@ def test_quantizer_example_trains_under_its_policy(tmp_path) -> None:
         grads.append(own.grad)
     cosine = torch.cosine_similarity(grads[0].flatten(), grads[1].flatten(), dim=0)
     assert 0.7 < cosine < 0.999  # ternary weights: the right direction, and really quantized
-
-
-def test_kernel_example_is_checked_and_used() -> None:
-    """In a process of its own: a registered backend stays."""
-    code = block("example: kernel") + (
-        "\nfrom hot.backends import ops_for"
-        "\nops = ops_for('auto', 'cpu')"
-        "\nassert ops.serving('pack4') == 'mine', ops.serving('pack4')"
-        "\nfrom hot.checking import check"
-        "\nresults = [r for r in check(backend='mine')]"
-        "\nassert results and all(r.ok for r in results), results"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_policy_example_is_a_policy(tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,12 +18,19 @@ def check(
     backend: Annotated[str | None, typer.Option(help="One backend; all that run here if left out.")] = None,
     op: Annotated[str | None, typer.Option(help="One op.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; all there are if left out.")] = None,
+    plugin: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Run a Python file of yours that registers kernels; repeatable."),
+    ] = None,
     big: Annotated[bool, typer.Option("--big", help="Tensors of more than 2³¹ elements too (GPU, 60 GiB).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every dtype and layout by itself.")] = False,
 ) -> None:
     """Compare every kernel with its op in float64, over dtypes, layouts and edge values; exit code 1 if one fails."""
     from hot.checking import check as run
+    from hot.registry import load_plugin_file
 
+    for path in plugin or []:
+        load_plugin_file(path)
     with Console(stderr=True).status("checking") as status:
         rows = run(
             backend,
@@ -55,6 +63,7 @@ def _print_table(rows: list[Row]) -> None:
     for name, members in groups.items():
         worst = max(members, key=lambda row: (not row.ok, row.error / (row.limit or 1.0)))
         failed = sum(not row.ok for row in members)
+        verdict = "[green]ok[/]" if any(row.cases for row in members) else "[yellow]serves no case[/]"
         table.add_row(
             *name,
             str(len({row.dtype for row in members})),
@@ -63,7 +72,7 @@ def _print_table(rows: list[Row]) -> None:
             str(sum(row.skipped for row in members)),
             f"{worst.error:.3g}",
             f"{worst.limit:.3g}",
-            f"[red]{failed} of {len(members)} failed[/]" if failed else "[green]ok[/]",
+            f"[red]{failed} of {len(members)} failed[/]" if failed else verdict,
         )
     console = Console()
     Console(width=None if console.is_terminal else 160).print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,12 +69,44 @@ def test_a_failure_is_shown_with_its_case() -> None:
     assert code == 1 and {row["error"] for row in json.loads(shown)} != {0}
 
 
+PLUGIN = """
+import hot
+from hot.backends import ops_for
+
+hot.register_backend(hot.Backend("mine", devices=("cpu",), probe=lambda: (True, "a test")))
+hot.register_kernel("pack4", backend="mine")(lambda codes: ops_for("reference", "cpu").pack4(codes))
+hot.register_kernel("unpack4", backend="mine", supports=lambda packed, length: False)(lambda packed, length: 1 / 0)
+"""
+
+
+@pytest.fixture
+def _forget_mine() -> Iterator[None]:
+    yield
+    for name in kernels.names("mine.*"):
+        kernels.remove(name)
+    backends.remove("mine")
+    table._ready.clear()
+
+
+@pytest.mark.usefixtures("_forget_mine")
+def test_kernels_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    code, shown = run("--plugin", str(tmp_path / "mine.py"), "--backend", "mine")
+    verdicts = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown.splitlines() if "mine" in line]
+    assert code == 0
+    assert verdicts == [  # one that refuses everything was not found right
+        ["pack4", "mine", "cpu", "1", "4", "56", "0", "0", "0", "ok"],
+        ["unpack4", "mine", "cpu", "1", "4", "0", "28", "0", "0", "serves no case"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--op", "pack5"], "unknown op 'pack5', did you mean 'pack4'?"),
         (["--backend", "abacus"], "unknown backend 'abacus'"),
         (["--backend", "reference", "--device", "xpu"], "runs on"),
+        (["--plugin", "nowhere.py"], "nowhere.py failed to import: FileNotFoundError"),
     ],
 )
 def test_a_wrong_name_is_one_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

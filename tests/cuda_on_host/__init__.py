@@ -44,7 +44,8 @@ def _folder() -> Path:
 
 def _build(source: Path, optimization: str, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
     made = source.with_suffix(".so")
-    done = subprocess.run(["g++", *OPTIONS, optimization, str(source), "-o", str(made)], capture_output=True, text=True)
+    command = ["g++", *OPTIONS, optimization, f"-I{source.parent}", str(source), "-o", str(made)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(made), mode)
 
@@ -57,7 +58,7 @@ def library(text: str) -> ctypes.CDLL:
 
 
 @cache
-def _entry(source: str, name: str) -> Any:
+def _entry(source: str | Path, name: str) -> Any:
     made = library(f"""
 #include "cuda.h"
 #include "{source}"

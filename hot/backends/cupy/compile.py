@@ -19,6 +19,7 @@ from hot.files import cache_folder, write_whole
 
 FOLDER = Path(__file__).parent / "kernels"
 OPTIONS = ("-std=c++17", "--fmad=false")  # every operation is rounded by itself, as the reference's are
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)', re.MULTILINE)
 
 
 class Code(NamedTuple):
@@ -28,14 +29,15 @@ class Code(NamedTuple):
     image: bytes
 
 
-def compiled(source: str, kernel: str, size: int, capability: tuple[int, int]) -> Code:
-    """The code of one kernel of ``kernels/<source>`` for a chip, from disk if it was ever compiled here.
+def compiled(source: str | Path, kernel: str, size: int, capability: tuple[int, int]) -> Code:
+    """The code of one kernel for a chip, from disk if it was ever compiled here, from the same source and headers.
 
-    kernel: its name with its template arguments. size: bytes of its one parameter, a struct. Raises BackendError, with the
-    file, the line and what stands there, if it does not compile.
+    source: the name of a file in ``kernels/``, or the absolute path of another. kernel: its name with its template arguments.
+    size: bytes of its one parameter, a struct. Raises BackendError, with the file, the line and what stands there, if it does
+    not compile, or with the file, if that cannot be read.
     """
-    text, options = _text(source, kernel, size), (*OPTIONS, _architecture(capability))
-    path = cache_folder() / "cubin" / f"{_digest(text, options)}.bin"
+    options = *OPTIONS, _architecture(capability)
+    path = cache_folder() / "cubin" / f"{_digest(source, kernel, size, options)}.bin"
     try:
         return _read(path.read_bytes())
     except (OSError, ValueError):  # nothing there, or it is damaged
@@ -48,15 +50,15 @@ def compiled(source: str, kernel: str, size: int, capability: tuple[int, int]) -
     return code
 
 
-def build(source: str, kernel: str, size: int, options: tuple[str, ...]) -> tuple[Code, str]:
+def build(source: str | Path, kernel: str, size: int, options: tuple[str, ...]) -> tuple[Code, str]:
     """Compile, whatever is on disk: the code, and what the compiler says."""
     from cupy_backends.cuda.libs import nvrtc
 
-    path = str(FOLDER / source)
-    with _program(_text(source, kernel, size), path) as program:
+    path = FOLDER / source
+    with _program(_text(path, kernel, size), str(path)) as program:
         nvrtc.addNameExpression(program, kernel)
         try:
-            nvrtc.compileProgram(program, (*options, f"-I{FOLDER}"))
+            nvrtc.compileProgram(program, (*options, f"-I{path.parent}", f"-I{FOLDER}"))
         except nvrtc.NVRTCError:
             raise BackendError(_explained(nvrtc.getProgramLog(program), kernel)) from None
         image = nvrtc.getCUBIN(program) if "-arch=sm_" in "".join(options) else nvrtc.getPTX(program)
@@ -74,24 +76,39 @@ def _program(text: str, path: str) -> Iterator[int]:
         nvrtc.destroyProgram(program)
 
 
-def _text(source: str, kernel: str, size: int) -> str:
+def _text(path: Path, kernel: str, size: int) -> str:
     """The source, and a check that its struct is as large as what the launcher packs."""
-    return f"""{(FOLDER / source).read_text()}
-#line 1 "the launcher of {source}"
+    try:
+        text = path.read_text("utf-8", "replace")
+    except OSError as error:
+        raise BackendError(f"{kernel} does not compile: {path}: {error.strerror}") from error
+    return f"""{text}
+#line 1 "the launcher of {path.name}"
 template <class P> __device__ P parameter_of(void (*)(P));
 static_assert((sizeof(decltype(parameter_of(&{kernel}))) + 7) / 8 * 8 == {size}, "the layout is not that of the struct");
 """
 
 
-def _digest(text: str, options: tuple[str, ...]) -> str:
+def _digest(source: str | Path, kernel: str, size: int, options: tuple[str, ...]) -> str:
     from cupy_backends.cuda.libs import nvrtc
 
-    return hashlib.sha256(repr((text, _headers(), options, nvrtc.getVersion())).encode()).hexdigest()
+    path = FOLDER / source
+    read = _text(path, kernel, size), _included(path), options, nvrtc.getVersion()
+    return hashlib.sha256(repr(read).encode()).hexdigest()
 
 
-@cache
-def _headers() -> tuple[str, ...]:
-    return tuple(path.read_text() for path in sorted(FOLDER.glob("*.cuh")))
+def _included(source: Path) -> list[str]:
+    """The text of all that a source includes, itself too, from wherever the compiler may look: the folder of what includes,
+    that of the source, HOT's own."""
+    found: dict[Path, str] = {}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop().resolve()
+        if path not in found and path.is_file():
+            found[path] = path.read_text("utf-8", "replace")
+            places = path.parent, source.parent, FOLDER
+            waiting += [place / name for name in INCLUDE.findall(found[path]) for place in places]
+    return list(found.values())
 
 
 def _read(kept: bytes) -> Code:
@@ -114,7 +131,7 @@ def _explained(log: str, kernel: str) -> str:
     if found is None:
         return f"{kernel} does not compile:\n{log.strip()}"
     path, number = Path(found["file"]), int(found["line"])
-    lines = path.read_text().splitlines() if path.is_file() else []
+    lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
     shown = f"\n    {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
     return f"{kernel} does not compile: {path.name}:{number}: {found['what']}{shown}\n\n{log.strip()}"
 

@@ -1,7 +1,7 @@
 """Launching kernels: one struct by value, packed by the host, on torch's current device and stream.
 
     # struct Params { const float* x; float* out; long long n; };
-    copy = Kernel("copy.cu", "copy_kernel", ("float",), "@QQq")
+    copy = Kernel(Path("copy.cu"), "copy_kernel", ("float",), "@QQq")
     copy(blocks, 256, x.data_ptr(), out.data_ptr(), x.numel())
 
 CuPy is imported when a kernel is first used, and only its bindings of NVRTC and of the driver are: no cupy.ndarray, and none of
@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ _lock = threading.Lock()
 
 
 class Kernel:
-    """One instance of a ``template <…> __global__ void name(Params)`` in ``kernels/<source>``.
+    """One instance of a ``template <…> __global__ void name(Params)`` in a source: a file of HOT's ``kernels`` folder by its
+    name, or any other by its Path; both may include the headers of that folder. It is read and compiled at the first launch.
 
     template: its arguments, as C++ spells them; empty: not a template. layout: the fields of Params for the `struct` module,
     in native alignment: ``"@QQi"`` is two pointers and an int. cooperative: blocks wait for each other, so all must run at
@@ -40,9 +42,10 @@ class Kernel:
     """
 
     def __init__(
-        self, source: str, name: str, template: tuple[str, ...], layout: str, cooperative: bool = False
+        self, source: str | Path, name: str, template: tuple[str, ...], layout: str, cooperative: bool = False
     ) -> None:
-        self.source, self.layout, self.cooperative = source, layout, cooperative
+        self.source = source.absolute() if isinstance(source, Path) else source
+        self.layout, self.cooperative = layout, cooperative
         self.name = f"{name}<{', '.join(template)}>" if template else name
         self._pack = struct.Struct(f"{layout}0Q").pack
         self._loaded: dict[int, _Loaded] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +82,75 @@ def test_what_does_not_compile_is_shown() -> None:
         compile.build("products.cu", "rescale_kernel<flot>", 72, (*compile.OPTIONS, "-arch=sm_90"))
     with pytest.raises(BackendError, match="the layout is not that of the struct"):
         compile.build("products.cu", "rescale_kernel<float>", 64, (*compile.OPTIONS, "-arch=sm_90"))
+
+
+OWN = """#include "memory.cuh"
+#include "parts/one.cuh"
+struct Params { long long* out; };
+__global__ void own_kernel(Params p) { *p.out = ceil_div(ONE + TWO, 2); }
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A source of one's own, with a header of HOT's, one beside it and one in a folder, which includes the other."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/one.cuh").write_text('#include "two.cuh"\n#define ONE 1\n')
+    (tmp_path / "two.cuh").write_text("#define TWO 2\n")
+    (tmp_path / "numbers.cuh").write_text("#error not for HOT's memory.cuh\n")
+    (tmp_path / "own.cu").write_text(OWN)
+    return tmp_path / "own.cu"
+
+
+def compiled(path: Path) -> compile.Code:
+    return compile.compiled(path, "own_kernel", 8, (9, 0))
+
+
+def test_a_source_of_ones_own(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled once, and again when it or anything that it includes has changed."""
+    monkeypatch.setenv("HOT_CACHE", str(own.parent / "cache"))
+    built: list[Path] = []
+    real = compile.build
+    monkeypatch.setattr(compile, "build", lambda source, *rest: built.append(source) or real(source, *rest))
+    first = compiled(own)
+    assert first.image and compiled(own) == first and len(built) == 1
+    (own.parent / "unrelated.cuh").write_text("#define TWO 9\n")
+    assert compiled(own) == first and len(built) == 1
+    for number, name in enumerate(("own.cu", "parts/one.cuh", "two.cuh"), start=2):
+        path = own.parent / name
+        path.write_text(path.read_text() + f"// {name}\n")
+        assert compiled(own).name == first.name and len(built) == number
+    (own.parent / "two.cuh").write_text("#define TWO 9\n")
+    assert compiled(own).image != first.image
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("own.cu", "*p.out", "*p.in", r'own\.cu:4: class "Params" has no member "in"\n    __global__ void own_kernel'),
+        (
+            "two.cuh",
+            "#define TWO",
+            "flot two;\n#define TWO",
+            r'two\.cuh:1: identifier "flot" is undefined\n    flot two;',
+        ),
+        (
+            "own.cu",
+            "memory.cuh",
+            "memories.cuh",
+            r'own\.cu:1: cannot open source file "memories\.cuh"\n    #include "mem',
+        ),
+        ("own.cu", "own_kernel", "other", r'the launcher of own\.cu:2: identifier "own_kernel" is undefined'),
+        ("own.cu", "out;", "out, *in;", r"the launcher of own\.cu:2: .*the layout is not that of the struct"),
+    ],
+)
+def test_a_mistake_of_ones_own_is_shown(own: Path, name: str, old: str, new: str, message: str) -> None:
+    path = own.parent / name
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(BackendError, match=f"own_kernel does not compile: {message}"):
+        compiled(own)
+
+
+def test_a_source_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match=r"own_kernel does not compile: .*nowhere\.cu: No such file"):
+        compiled(tmp_path / "nowhere.cu")

@@ -7,6 +7,7 @@ import struct
 import sys
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -88,6 +89,17 @@ def test_a_struct_by_value_on_the_current_stream(driver: Driver) -> None:
         (101, (1, 2, 3, 64, 1, 1, 0), 50, (1, 2, 3, 4.0)),
     ]
     assert driver.loads == [b"code"] and repr(kernel) == "some.cu: some_kernel<float, 3>"
+
+
+def test_a_file_of_ones_own_is_where_it_was(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path is that of the folder in which it was said, whatever the folder of the first launch."""
+    asked: list[object] = []
+    monkeypatch.setattr(launch, "compiled", lambda source, *rest: asked.append(source) or Code("mangled", b"code"))
+    monkeypatch.chdir(tmp_path)
+    kernel = Kernel(Path("mine.cu"), "some_kernel", (), LAYOUT)
+    monkeypatch.chdir("/")
+    kernel(1, 1, 1, 2, 3, 4.0)
+    assert asked == [tmp_path / "mine.cu"] and repr(kernel) == f"{tmp_path / 'mine.cu'}: some_kernel"
 
 
 def test_every_device_has_its_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
