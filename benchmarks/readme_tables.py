@@ -216,8 +216,8 @@ def agreement_table() -> str:
         "| --- " * (len(runs) + 1) + "|",
     ]
     for step in steps:
-        lines.append(f"| {step} | {' | '.join(f'{losses[*run, step]:.3f}' for run in runs)} |")
-    apart = [mean(abs(losses[*run, step] - losses["reference", run[1], step]) for step in steps) for run in runs]
+        lines.append(f"| {step} | {' | '.join(f'{losses[(*run, step)]:.3f}' for run in runs)} |")
+    apart = [mean(abs(losses[(*run, step)] - losses["reference", run[1], step]) for step in steps) for run in runs]
     lines.append(f"| mean distance from the reference's | {' | '.join(f'{each:.3f}' for each in apart)} |")
     return "\n".join(lines)
 

@@ -136,3 +136,21 @@ def test_resnet(tables: ModuleType) -> None:
         "| 1x1 64-256 56/1 | 4 | 1.00 ms | 2.00 ms | 0.50× | – |",
         "| sum | 4 | 4.00 ms | 8.00 ms | 0.50× | – |",
     ]
+
+
+def test_agreement_is_the_distance_from_the_reference_of_the_same_seed(tables: ModuleType) -> None:
+    losses = {
+        ("reference", 0): (2.0, 1.0),
+        ("reference", 1): (3.0, 2.0),
+        ("mine", 0): (2.5, 1.0),
+        ("mine", 1): (3.0, 2.1),
+    }
+    rows = [
+        {"device": "GPU", "torch": "2.11.0", "backend": backend, "seed": seed, "step": 20 * (i + 1), "loss": loss}
+        for (backend, seed), of in losses.items()
+        for i, loss in enumerate(of)
+    ]
+    write_csv(tables.RESULTS / "agreement_h200.csv", rows)
+    lines = tables.agreement_table().splitlines()
+    assert lines[2] == "| 20 | 2.000 | 3.000 | 2.500 | 3.000 |"
+    assert lines[-1] == "| mean distance from the reference's | 0.000 | 0.000 | 0.250 | 0.050 |"
