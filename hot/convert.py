@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, SupportsIndex
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hot.activations import saving
 from hot.backends.table import require
 from hot.errors import ConversionError
 from hot.executor import conv2d, linear
-from hot.policies.layers import layers_of
+from hot.policies.activations import ActivationPlan
+from hot.policies.layers import layers_of, scopes_of
 from hot.policies.plan import LayerPlan, Skip
-from hot.policies.resolve import resolve
+from hot.policies.resolve import resolve, resolve_activations
 from hot.policies.schema import Policy
 from hot.views import LinearView, View, conv2d_view
 
@@ -31,7 +33,7 @@ class _Converted(nn.Module):
     hot_plan: LayerPlan
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.hot_plan}"
+        return ", ".join(filter(None, (super().extra_repr(), str(self.hot_plan))))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         reduced = super().__reduce_ex__(protocol)
@@ -67,9 +69,21 @@ class HotConv2d(_Converted, nn.Conv2d):
         return conv2d(input, self.weight, self.bias, self.hot_plan, self.stride, padding, self.dilation)  # type: ignore[arg-type]
 
 
+class _Scoped(_Converted):
+    """A module in whose forward ops save what `hot_plan` says. It keeps its class's name, which models are told apart by."""
+
+    hot_plan: ActivationPlan  # type: ignore[assignment]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with saving(self.hot_plan):
+            return super().forward(*args, **kwargs)
+
+
 @cache
 def _converted_class(base: type[nn.Module]) -> type[nn.Module]:
     """The class of a converted layer. A subclass that wrappers such as FSDP2 made, with torch's own forward, stays one."""
+    if not issubclass(base, (nn.Linear, nn.Conv2d)):
+        return type(base.__name__, (_Scoped, base), {"hot_base": base, "__module__": base.__module__})
     ours = HotLinear if issubclass(base, nn.Linear) else HotConv2d
     if base is ours.hot_base:
         return ours
@@ -78,10 +92,14 @@ def _converted_class(base: type[nn.Module]) -> type[nn.Module]:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of every layer: its plan, or a Skip with the reason. ``print(report)``; ``report[name]``."""
+    """What became of every layer: its plan, or a Skip with the reason. ``print(report)``; ``report[name]``.
+
+    activations: of the modules whose ops save something else than torch does, what.
+    """
 
     layers: Mapping[str, LayerPlan | Skip]
     kinds: Mapping[str, str]
+    activations: Mapping[str, ActivationPlan] = field(default_factory=dict)
 
     @property
     def converted(self) -> dict[str, LayerPlan]:
@@ -102,7 +120,17 @@ class Report:
             groups.setdefault((str(fate), self.kinds[name]), []).append(name or "(the model itself)")
         for (what, kind), names in groups.items():
             lines += [f"  {len(names)} × {kind}: {what}", f"      {_shorten(names)}"]
-        return "\n".join(lines)
+        return "\n".join([*lines, *activation_lines(self.activations)])
+
+
+def activation_lines(plans: Mapping[str, ActivationPlan]) -> list[str]:
+    """Two lines a group of modules whose ops save the same."""
+    lines, groups = [], dict[str, list[str]]()
+    for name, plan in plans.items():
+        groups.setdefault(str(plan), []).append(name or "(the model itself)")
+    for what, names in groups.items():
+        lines += [f"  in {len(names)} module{'s' * (len(names) > 1)}: {what}", f"      {_shorten(names)}"]
+    return lines
 
 
 def _shorten(names: list[str], most: int = 6) -> str:
@@ -118,17 +146,24 @@ def convert(model: nn.Module, policy: Policy) -> Report:
     no layer was converted and not because the policy says exact; the model is untouched then.
     """
     plans = resolve(policy, model)
-    layers = layers_of(model)
-    report = Report(plans, {layer.name: _base(layer.module).__name__ for layer in layers})
+    layers, scopes = layers_of(model), scopes_of(model)
+    kinds = {layer.name: _base(layer.module).__name__ for layer in layers}
+    report = Report(plans, kinds, resolve_activations(policy, model))
     asked_for = policy.defaults.is_exact and not policy.rules  # the policy `exact`: leave everything to torch
-    if not report.converted and not asked_for:
+    if not report.converted and not report.activations and not asked_for:
         reasons = Counter(str(skip) for skip in report.skipped.values())
         found = "; ".join(f"{count} × {reason}" for reason, count in reasons.items())
         raise ConversionError(
             f"nothing to convert in {type(model).__name__}: {found or 'no nn.Linear and no nn.Conv2d'}"
         )
-    for backend in {plan.backend for plan in report.converted.values()}:
+    made: list[LayerPlan | ActivationPlan] = [*report.converted.values(), *report.activations.values()]
+    for backend in {plan.backend for plan in made}:
         require(backend)
+    for scope in scopes:
+        _restore(scope.module)
+        if scope.name in report.activations:
+            scope.module.__class__ = _converted_class(type(scope.module))  # type: ignore[arg-type]
+            scope.module.hot_plan = report.activations[scope.name]  # type: ignore[assignment]
     for layer in layers:
         plan = plans[layer.name]
         _restore(layer.module)
@@ -139,8 +174,8 @@ def convert(model: nn.Module, policy: Policy) -> Report:
 
 
 def revert(model: nn.Module) -> int:
-    """Give every converted layer its own class back, in place; returns how many there were."""
-    return sum(_restore(layer.module) for layer in layers_of(model))
+    """Give every converted layer, and every module with an activation plan, its own class back, in place; returns how many."""
+    return sum(_restore(module) for module in model.modules())
 
 
 def view_of(module: nn.Module) -> View:

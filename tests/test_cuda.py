@@ -224,3 +224,26 @@ def test_gradients_of_a_real_step_are_as_good_as_the_references() -> None:
     assert len(step) > 6
     for ours, theirs in zip(errors_of_a_vit_step("triton", step), errors_of_a_vit_step("reference", step), strict=True):
         assert all(a <= 2 * b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_ops_from_codes_and_bits(dtype: torch.dtype) -> None:
+    """Forward is torch's to the bit, gradients are near, and less is saved."""
+    torch.manual_seed(0)
+    model = Vit(dim=128, depth=2, heads=4, dropout=0.1).build((3, 32, 32), 10).cuda()
+    x = torch.randn(16, 3, 32, 32, device="cuda")
+
+    def run() -> Tensor:
+        torch.manual_seed(1)
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return model(x).float().square().sum()
+
+    def grads() -> list[Tensor]:
+        return list(torch.autograd.grad(run(), list(model.parameters())))
+
+    loss, exact, before = run(), grads(), saved_bytes(model, run).total
+    rules = hot.load_policy("memory").to_dict()["activations"]
+    hot.convert(model, hot.Policy(extends="exact", activations=rules))
+    assert torch.equal(run(), loss) and saved_bytes(model, run).total < 0.75 * before
+    for a, b in zip(exact, grads(), strict=True):
+        assert (a - b).norm() < 0.1 * a.norm() + 1e-6

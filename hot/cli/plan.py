@@ -32,8 +32,9 @@ def plan(
 ) -> None:
     """Show each layer's plan, the rule that decided it, what serves its products and the bytes of its input that are saved; or
     why it is left exact: by the policy, or by the measured crossover."""
+    from hot.convert import activation_lines
     from hot.planning import plan_rows
-    from hot.policies.resolve import resolve_layer
+    from hot.policies.resolve import resolve_activations, resolve_layer
     from hot.policies.schema import load_policy
     from hot.train.models import build_model
 
@@ -62,6 +63,8 @@ def plan(
     crossover = f"{len(points)} points" if points else "none measured"
     title = f"{policy} on {model}, input {tuple(sample.shape)} {sample.dtype}; crossover of {measured_on}: {crossover}"
     _print_table(rows, title)
+    for line in activation_lines(resolve_activations(chosen, built)):
+        console.print(line, markup=False, highlight=False)
 
 
 def parse_input(text: str) -> torch.Tensor:

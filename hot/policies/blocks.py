@@ -69,7 +69,7 @@ def _known_kind(kind: Node, registry: Registry[Any], problems: Problems) -> bool
 def build_plan(tree: Node, backend: str, problems: Problems) -> LayerPlan | None:
     """The plan that a merged tree means, or None with the reasons in `problems`."""
     before = len(problems)
-    built = _build(tree, SHAPE, problems)
+    built = build(tree, SHAPE, problems)
     if len(problems) > before:
         return None
     _check_paths(tree, built, problems)
@@ -80,10 +80,11 @@ def build_plan(tree: Node, backend: str, problems: Problems) -> LayerPlan | None
     return LayerPlan(grad_input, grad_weight, built["buffer"], backend)
 
 
-def _build(node: Node, shape: Any, problems: Problems) -> Any:
+def build(node: Node, shape: Any, problems: Problems) -> Any:
+    """The parameters of every block of a merged tree, None for those with reasons in `problems`."""
     if isinstance(shape, Registry):
         return build_block(node, shape, problems)
-    return {key: _build(node.value[key], shape[key], problems) for key in shape}
+    return {key: build(node.value[key], shape[key], problems) for key in shape}
 
 
 def _token_is_row(quantizer: Quantizer) -> Quantizer:

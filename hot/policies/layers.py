@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
+from types import UnionType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,16 +16,23 @@ WRAPPER_SEGMENTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mo
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A linear or convolution layer: its names (a module used twice has several), itself, and why it is skipped, or ""."""
+class Scope:
+    """A module that activation rules can speak of, and its names: one that is used twice has several."""
 
     names: tuple[str, ...]
-    module: nn.Linear | nn.Conv2d
-    reason: str
+    module: nn.Module
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+
+@dataclass(frozen=True)
+class Layer(Scope):
+    """A linear or convolution layer, and why it is skipped, or ""."""
+
+    module: nn.Linear | nn.Conv2d
+    reason: str
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
@@ -31,12 +41,34 @@ def layers_of(model: nn.Module) -> list[Layer]:
     Names are those of the unwrapped model: DDP's ``module.``, PEFT's ``base_model.model.`` and the like are taken out. The
     model itself may be a layer: its name is "".
     """
-    names: dict[nn.Linear | nn.Conv2d, list[str]] = {}
-    attention: set[nn.Module] = set()
+    attention = {
+        inner for module in model.modules() if isinstance(module, nn.MultiheadAttention) for inner in module.modules()
+    }
+    named: dict[Any, tuple[str, ...]] = _named(model, nn.Linear | nn.Conv2d)
+    return [Layer(names, module, skip_reason(module, module in attention)) for module, names in named.items()]
+
+
+def scopes_of(model: nn.Module) -> list[Scope]:
+    """Every module with a forward of its own, in definition order, but wrappers, layers and what is compiled by torch.jit."""
+    prefix = _wrapper_prefix(model)
+    wrappers = {model.get_submodule(".".join(prefix.split(".")[:count])) for count in range(prefix.count("."))}
+    return [
+        Scope(names, module)
+        for module, names in _named(model, nn.Module, wrappers).items()
+        if not isinstance(module, (nn.Linear, nn.Conv2d, torch.jit.ScriptModule))
+        and "forward" not in vars(module)
+        and type(module).forward is not nn.Module.forward
+    ]
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def _named(model: nn.Module, kinds: type[M] | UnionType, but: Collection[nn.Module] = ()) -> dict[M, tuple[str, ...]]:
+    """The modules of some kinds with all their names, as of the unwrapped model."""
+    names: dict[Any, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.MultiheadAttention):
-            attention.update(module.modules())
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
+        if isinstance(module, kinds) and module not in but:
             names.setdefault(module, []).append(name)
     prefix = _wrapper_prefix(model)
     plain = {
@@ -46,7 +78,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
     for module, found in plain.items():
         if any(taken[name] > 1 for name in found):  # it is only named as a wrapper's would be: keep its whole name
             plain[module] = tuple(name.removeprefix(prefix) for name in names[module])
-    return [Layer(found, module, skip_reason(module, module in attention)) for module, found in plain.items()]
+    return plain
 
 
 def _wrapper_prefix(model: nn.Module) -> str:

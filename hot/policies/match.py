@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hot.policies.layers import Layer
+from hot.policies.layers import Scope
 from hot.policies.yaml_source import Node, Problems, show
 
 REGEX = "re:"
@@ -49,8 +49,8 @@ class Matcher:
 
     conditions: tuple[tuple[str, Any], ...]
 
-    def matches(self, layer: Layer) -> bool:
-        """Whether the layer, under any of its names, is one that the rule speaks of."""
+    def matches(self, layer: Scope) -> bool:
+        """Whether the layer or module, under any of its names, is one that the rule speaks of."""
         return all(_holds(key, wanted, layer) for key, wanted in self.conditions)
 
     def plain(self) -> Any:
@@ -58,7 +58,7 @@ class Matcher:
         written = {key: list(value) if isinstance(value, tuple) else value for key, value in self.conditions}
         return written["name"] if written.keys() == {"name"} else written
 
-    def nearest(self, layers: Sequence[Layer]) -> str:
+    def nearest(self, layers: Sequence[Scope]) -> str:
         """A hint for a matcher that matches none of the layers: the nearest name or type that exists."""
         if not layers:
             return "the model has no nn.Linear and no nn.Conv2d"
@@ -71,13 +71,13 @@ class Matcher:
         return "the model has " + ", ".join(f"{kind} {name!r}" for kind, name in first.items())
 
 
-def _holds(key: str, wanted: Any, layer: Layer) -> bool:
+def _holds(key: str, wanted: Any, layer: Scope) -> bool:
     if key == "name":
         return any(name_matches(wanted, name) for name in layer.names)
     if key == "type":
         return any(cls.__name__ == wanted for cls in type(layer.module).__mro__)
     if key == "bias":
-        return (layer.module.bias is not None) is wanted
+        return (getattr(layer.module, "bias", None) is not None) is wanted
     actual = getattr(layer.module, key, None)
     if actual is None or isinstance(wanted, tuple):
         return actual == wanted

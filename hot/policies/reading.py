@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hot.errors import HotError, did_you_mean
-from hot.policies.blocks import EXACT, SHAPE, build_plan, checked
+from hot.policies.activations import ACTIVATIONS, EVERYTHING_RAW
+from hot.policies.blocks import EXACT, SHAPE, build, build_plan, checked
 from hot.policies.match import Matcher, parse_match
 from hot.policies.merge import merge
 from hot.policies.plan import LayerPlan
@@ -19,14 +20,14 @@ from hot.policies.yaml_source import Mark, Node, Problems, read_yaml
 from hot.registry import load_plugin_file
 
 KEYS = ("version", "description", "extends", "backend", "defaults", "rules", "activations", "plugins")
-RULE_KEYS = ("match", "policy", "optional", *SHAPE)
 
 
 @dataclass(frozen=True)
 class Rule:
     """What changes for the layers that `match` speaks of. With `policy` they start anew from that policy's defaults.
 
-    changes: what the rule writes of a plan's tree. start: the defaults of `policy`. mark: where `match` was written.
+    changes: what the rule writes of a plan's tree. start: the defaults of `policy`. mark: where `match` was written. A rule
+    under `activations` is one too, without a policy.
     """
 
     match: Matcher
@@ -63,6 +64,7 @@ class Flat:
     tree: Node = EXACT
     backend: str = "auto"
     rules: tuple[Rule, ...] = ()
+    activations: tuple[Rule, ...] = ()
     plugins: tuple[str, ...] = ()
     description: str = ""
 
@@ -88,7 +90,6 @@ class Reading:
         fields = self.problems.fields(document.root, KEYS)
         flat = parent or self._parent(fields.get("extends"), document, chain)
         self._version(fields.get("version"))
-        self._activations(fields.get("activations"))
         plugins = self._plugins(fields.get("plugins"), document.folder)  # before the kinds that they may register
         tree = checked(fields["defaults"], SHAPE, self.problems) if "defaults" in fields else None
         description = self._string(fields.get("description"))
@@ -96,6 +97,7 @@ class Reading:
             flat.tree if tree is None else merge(flat.tree, tree),
             self._backend(fields.get("backend")) or flat.backend,
             (*flat.rules, *self._rules(fields.get("rules"), document.folder)),
+            (*flat.activations, *self._rules(fields.get("activations"), document.folder, ACTIVATIONS, ())),
             tuple(dict.fromkeys((*flat.plugins, *plugins))),
             description or "",
         )
@@ -113,9 +115,20 @@ class Reading:
             if not any(build_plan(rule.apply(tree), flat.backend, Problems()) for tree in trees):
                 build_plan(rule.apply(flat.tree), flat.backend, self.problems)
             trees.append(rule.apply(flat.tree))
+        trees = [EVERYTHING_RAW]
+        for rule in flat.activations:
+            if not any(self._is_sound(rule.apply(tree)) for tree in trees):
+                build(rule.apply(EVERYTHING_RAW), ACTIVATIONS, self.problems)
+            trees.append(rule.apply(EVERYTHING_RAW))
         self.problems.raise_any()
         assert plan is not None  # there would have been a problem
         return plan
+
+    @staticmethod
+    def _is_sound(tree: Node) -> bool:
+        problems = Problems()
+        build(tree, ACTIVATIONS, problems)
+        return not len(problems)
 
     def _parent(self, node: Node | None, document: Document, chain: tuple[Path, ...]) -> Flat:
         name = self._string(node)
@@ -139,11 +152,6 @@ class Reading:
     def _version(self, node: Node | None) -> None:
         if node is not None and self.problems.expect(node, int) and node.value != 1:
             self.problems.add(node.mark, f"must be 1, the only version there is, not {node.value}")
-
-    def _activations(self, node: Node | None) -> None:
-        if self._list(node):
-            assert node is not None
-            self.problems.add(node.mark, "activation rules are not available in this version; leave the list empty")
 
     def _backend(self, node: Node | None) -> str | None:
         from hot.backends.table import AUTO, backends  # here: policies know no backend, only which names there are
@@ -175,13 +183,16 @@ class Reading:
                     self.problems.add(child.mark, str(error))
         return paths
 
-    def _rules(self, node: Node | None, folder: Path) -> list[Rule]:
-        return [rule for child in self._list(node) if (rule := self._rule(child, folder)) is not None]
+    def _rules(
+        self, node: Node | None, folder: Path, shape: Any = SHAPE, more: tuple[str, ...] = ("policy",)
+    ) -> list[Rule]:
+        """Rules that change trees of a shape, and may have some more keys."""
+        return [rule for child in self._list(node) if (rule := self._rule(child, folder, shape, more)) is not None]
 
-    def _rule(self, node: Node, folder: Path) -> Rule | None:
+    def _rule(self, node: Node, folder: Path, shape: Any, more: tuple[str, ...]) -> Rule | None:
         before = len(self.problems)
-        fields = self.problems.fields(node, RULE_KEYS)
-        changes = checked(replace(node, value={k: v for k, v in fields.items() if k in SHAPE}), SHAPE, self.problems)
+        fields = self.problems.fields(node, ("match", *more, "optional", *shape))
+        changes = checked(replace(node, value={k: v for k, v in fields.items() if k in shape}), shape, self.problems)
         start = self._start(fields.get("policy"), folder)
         match = parse_match(fields["match"], self.problems) if "match" in fields else None
         optional = fields.get("optional")
@@ -189,9 +200,10 @@ class Reading:
             self.problems.expect(optional, bool)
         if len(self.problems) == before:
             if match is None:
-                self.problems.add(node.mark, "match is missing: of which layers does the rule speak?")
+                whom = "layers" if shape is SHAPE else "modules"
+                self.problems.add(node.mark, f"match is missing: of which {whom} does the rule speak?")
             elif not fields.keys() - {"match", "optional"}:
-                self.problems.add(node.mark, f"changes nothing; give it one of policy, {', '.join(SHAPE)}")
+                self.problems.add(node.mark, f"changes nothing; give it one of {', '.join((*more, *shape))}")
         if match is None or changes is None or len(self.problems) > before:
             return None
         policy, tree = start or (None, None)

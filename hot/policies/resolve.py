@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from hot.errors import UnknownNameError, did_you_mean
-from hot.policies.blocks import EXACT, build_plan, plain
+from hot.policies.activations import ACTIVATIONS, EVERYTHING_RAW, ActivationPlan, activation_plan
+from hot.policies.blocks import EXACT, build, build_plan, plain
 from hot.policies.buffers import Quantized, Raw
-from hot.policies.layers import Layer, layers_of
+from hot.policies.layers import Layer, layers_of, scopes_of
 from hot.policies.plan import LayerPlan, Skip
 from hot.policies.save import flow
 from hot.policies.schema import Policy
@@ -78,6 +79,31 @@ def resolve_detailed(policy: Policy, model: nn.Module) -> dict[str, Resolution]:
         for layer, rules, plan in zip(layers, applied, plans, strict=True)
         if plan is not None  # always: a missing one was a problem
     }
+
+
+def resolve_activations(policy: Policy, model: nn.Module) -> dict[str, ActivationPlan]:
+    """What the ops inside a model's modules save where it is not what torch saves, by the module's name. Changes neither.
+
+    Raises PolicyError with every activation rule that matches no module, unless it is optional.
+    """
+    scopes, problems = scopes_of(model), Problems()
+    found: dict[str, ActivationPlan] = {}
+    used: set[int] = set()
+    for scope in scopes if policy.activations else []:
+        tree = EVERYTHING_RAW
+        for i, rule in enumerate(policy.activations):
+            if rule.match.matches(scope):
+                used.add(i)
+                tree = rule.apply(tree)
+        plan = activation_plan(build(tree, ACTIVATIONS, problems), policy.backend)
+        if not plan.is_exact:
+            found[scope.name] = plan
+    for i, rule in enumerate(policy.activations):
+        if i not in used and not rule.optional:
+            hint = rule.match.nearest(scopes)
+            problems.add(rule.mark, f"matches no module of the model; {hint} (optional: true allows it)")
+    problems.raise_any()
+    return found
 
 
 def explain(policy: Policy, model: nn.Module, name: str) -> tuple[Step, ...]:

@@ -54,8 +54,16 @@ def _lines(data: dict[str, Any], comments: Mapping[int, str]) -> Iterator[str]:
     for i, rule in enumerate(data["rules"]):
         for line in comments.get(i, "").splitlines():
             yield "  # " + "".join(c if c.isprintable() else " " for c in line)
-        for key, value in rule.items():
-            yield f"  {'-' if key == 'match' else ' '} {key}: {flow(value)}"
+        yield from _rule(rule)
+    if data["activations"]:
+        yield "activations:"
+    for rule in data["activations"]:
+        yield from _rule(rule)
+
+
+def _rule(rule: dict[str, Any]) -> Iterator[str]:
+    for key, value in rule.items():
+        yield f"  {'-' if key == 'match' else ' '} {key}: {flow(value)}"
 
 
 def flow(value: Any) -> str:

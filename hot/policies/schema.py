@@ -24,6 +24,7 @@ class Policy:
     backend: str
     defaults: LayerPlan
     rules: tuple[Rule, ...]
+    activations: tuple[Rule, ...]
     plugins: tuple[str, ...]
     description: str = field(compare=False)
     tree: Node = field(compare=False, repr=False)
@@ -53,7 +54,7 @@ class Policy:
         root = from_python({key: value for key, value in written.items() if value is not None}, reading.problems)
         parent = None
         if isinstance(extends, Policy):
-            parent = Flat(extends.tree, extends.backend, extends.rules, extends.plugins)
+            parent = Flat(extends.tree, extends.backend, extends.rules, extends.activations, extends.plugins)
         self._fill(reading, reading.flatten(Document(root, Path.cwd()), parent))
 
     def _fill(self, reading: Reading, flat: Flat) -> None:
@@ -61,7 +62,9 @@ class Policy:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the policy leaves every layer of every model as torch has it."""
+        """Whether the policy leaves every layer, and every other op, of every model as torch has it."""
+        if any(block.get("kind") != "raw" for rule in self.activations for block in rule.changes.plain().values()):
+            return False
         trees = [self.tree, *(rule.apply(self.tree) for rule in self.rules)]
         plans = [build_plan(tree, self.backend, Problems()) for tree in trees]
         return all(plan is not None and plan.is_exact for plan in plans)
@@ -79,6 +82,7 @@ class Policy:
             "plugins": list(self.plugins),
             "defaults": plain(self.tree),
             "rules": [rule.to_dict() for rule in self.rules],
+            "activations": [rule.to_dict() for rule in self.activations],
         }
 
 

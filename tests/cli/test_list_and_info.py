@@ -56,7 +56,10 @@ def test_a_registry_anywhere_joins() -> None:
 def test_an_unknown_kind(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["list", "quantiser"])
-    assert "unknown kind 'quantiser', did you mean 'quantizer'? Known: backend" in capsys.readouterr().err
+    assert (
+        "unknown kind 'quantiser', did you mean 'quantizer'? Known: activation buffer, backend"
+        in capsys.readouterr().err
+    )
 
 
 def test_broken_plugins_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

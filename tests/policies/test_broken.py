@@ -177,9 +177,26 @@ BROKEN: dict[str, tuple[str, list[str]]] = {
     # the document
     "bad version": ("version: «2\n", ["version: must be 1, the only version there is, not 2"]),
     "true is no version": ("version: «true\n", ["version: must be a whole number, not true"]),
-    "activations": (
-        "activations: «[{match: a}]\n",
-        ["activations: activation rules are not available in this version"],
+    "an activation rule that says nothing": (
+        "activations: [«{match: a}]\n",
+        ["activations[0]: changes nothing; give it one of layer_norm, rms_norm, group_norm, gelu"],
+    ),
+    "an unknown op": ("activations: [{match: a, «gleu: {kind: raw}}]\n", ["unknown key 'gleu', did you mean 'gelu'?"]),
+    "bits where values are needed": (
+        "activations: [{match: a, gelu: {kind: «mask}}]\n",
+        ["activations[0].gelu.kind: unknown activation buffer 'mask'"],
+    ),
+    "values where a bit is enough": (
+        "activations: [{match: a, relu: {kind: «quantized}}]\n",
+        ["activations[0].relu.kind: unknown mask buffer 'quantized'"],
+    ),
+    "a policy of an activation rule": (
+        "activations: [{match: a, «policy: exact, relu: {kind: mask}}]\n",
+        ["activations[0].policy: unknown key 'policy'"],
+    ),
+    "an activation rule without match": (
+        "activations: [«{relu: {kind: mask}}]\n",
+        ["activations[0]: match is missing: of which modules does the rule speak?"],
     ),
     "list of descriptions": ("description: «[a]\n", ["description: must be a string, not a list"]),
     "missing preset": (

@@ -10,7 +10,7 @@ from torch import nn
 from hot.policies import presets
 from hot.policies.plan import LayerPlan, Skip
 from hot.policies.presets import find_policy, preset_folder, preset_names
-from hot.policies.resolve import resolve
+from hot.policies.resolve import resolve, resolve_activations
 from hot.policies.schema import load_policy
 
 PLANS = Path(__file__).parent / "plans"
@@ -24,7 +24,8 @@ def table(name: str, model: nn.Module) -> str:
         if " (" in words and isinstance(plan, Skip):
             words = words.partition(" (")[0] + " of " + Path(words.partition(" (")[2]).name.partition(":")[0]
         lines.append(f"{layer:20} {words}\n")
-    return "".join(lines)
+    plans = resolve_activations(load_policy(name), model)
+    return "".join(lines + [f"{module:20} {plan}\n" for module, plan in plans.items()])
 
 
 def test_there_is_a_table_of_every_preset() -> None:

@@ -1,0 +1,75 @@
+"""What torch's other ops (norms, activations, attention, dropout) save for backward: the words of `activations:` rules.
+
+A rule speaks of modules. What it says of an op holds for every such op that runs inside their forward, however deep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hot.policies.buffers import Quantized, Raw
+from hot.policies.params import Params
+from hot.policies.yaml_source import Problems, from_python
+from hot.registry import Registry
+
+values: Registry[type[Params]] = Registry("activation buffer")
+"""What may be kept of inputs of which an op's backward needs the values."""
+signs: Registry[type[Params]] = Registry("mask buffer")
+"""What may be kept where backward needs to know only which elements passed."""
+
+for registry in (values, signs):
+    registry.register("raw")(Raw)
+values.register("quantized")(Quantized)
+
+
+@signs.register("mask")
+class Mask(Params):
+    """One bit an element: whether it passed."""
+
+    kind = "mask"
+
+
+ACTIVATIONS: dict[str, Registry[Any]] = {
+    "layer_norm": values,
+    "rms_norm": values,
+    "group_norm": values,
+    "gelu": values,
+    "silu": values,
+    "scaled_dot_product_attention": values,
+    "relu": signs,
+    "dropout": signs,
+}
+"""The ops by torch's names in torch.nn.functional, and the registry of the kinds that each may have."""
+
+EVERYTHING_RAW = from_python({op: {"kind": "raw"} for op in ACTIVATIONS}, Problems())
+"""The tree under every policy: every op saves what torch saves."""
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """What the ops inside a module save, by op, of those that do not save what torch saves; and the backend."""
+
+    buffers: tuple[tuple[str, Params], ...] = ()
+    backend: str = "auto"
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.buffers
+
+    def __str__(self) -> str:
+        """``gelu: int4 block 128 nearest · relu: mask``."""
+        return " · ".join(f"{op}: {buffer}" for op, buffer in self.buffers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, in the words of a policy file."""
+        return {op: buffer.to_dict() for op, buffer in self.buffers} | {"backend": self.backend}
+
+
+def activation_plan(built: dict[str, Params], backend: str) -> ActivationPlan:
+    """The plan of the buffers of every op."""
+    plan = ActivationPlan(tuple((op, buffer) for op, buffer in built.items() if not isinstance(buffer, Raw)), backend)
+    for _, buffer in plan.buffers:
+        if isinstance(buffer, Quantized):
+            _ = buffer.quantizer.spec  # worked out here once
+    return plan
