@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ def saving(plan: ActivationPlan) -> Iterator[None]:
     before = getattr(_active, "plan", None)
     _active.plan = plan
     try:
-        with _Saving(plan):
+        with _Saving(plan) if plan.buffers else nullcontext():
             yield
     finally:
         _active.plan = before
@@ -74,7 +74,8 @@ class _Saving(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         op = _OPS.get(function)
-        if op not in self.buffers or not torch.is_grad_enabled():
+        innermost = _active.plan == self.plan  # the plan of a module inside another's speaks for all of its ops
+        if op not in self.buffers or not innermost or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if op == "relu":
             return _relu(function, self.plan.backend, *args, **kwargs)

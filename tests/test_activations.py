@@ -113,6 +113,18 @@ def test_a_tensor_that_two_ops_read_is_kept_once() -> None:
     assert saved_bytes(module, lambda: module(x)).total <= 64 * 96 + 64 * 4 + 64
 
 
+def test_the_innermost_plan_speaks() -> None:
+    model, x = nn.Sequential(nn.GELU(), nn.GELU()), torch.randn(64, 96, requires_grad=True)
+    codes, raw = 64 * 96 + 64 * 4, 64 * 96 * 4
+    for rules, expected in (
+        ([{"match": "**", "gelu": INT8}], 2 * codes),
+        ([{"match": "**", "gelu": INT8}, {"match": "1", "gelu": {"kind": "raw"}}], codes + raw),
+        ([{"match": "1", "gelu": INT8}], codes + raw),
+    ):
+        hot.convert(model, hot.Policy(extends="exact", activations=rules))
+        assert expected <= saved_bytes(model, lambda: model(x)).total <= expected + 64
+
+
 def test_relu_in_place() -> None:
     module, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), torch.randn(5, 8)
     expected = run(module, x)
@@ -239,7 +251,7 @@ def test_rules_go_by_module_and_the_later_wins(tmp_path: Any) -> None:
     child = hot.Policy(extends=written, activations=[{"match": "blocks.1.**", "gelu": {"kind": "raw"}}])
     found = hot.convert(Vit(dim=16, depth=2, heads=2).build((1, 28, 28), 10), child).activations
     assert str(found["blocks.0.mlp"]) == "gelu: int8 block 32 nearest"
-    assert "" not in found and "blocks.1.mlp" not in found
+    assert str(found[""]) == "raw" and str(found["blocks.1.mlp"]) == "raw"
     lost = hot.Policy(extends="exact", activations=[{"match": "heed", "gelu": INT8}])
     with pytest.raises(hot.PolicyError, match=r"matches no module of the model; the nearest layer is 'head'"):
         hot.convert(nn.ModuleDict({"head": nn.GELU()}), lost)

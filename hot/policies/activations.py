@@ -1,6 +1,7 @@
 """What torch's other ops (norms, activations, attention, dropout) save for backward: the words of `activations:` rules.
 
-A rule speaks of modules. What it says of an op holds for every such op that runs inside their forward, however deep.
+A rule speaks of modules. What it says of an op holds for every such op that runs inside their forward, however deep, but for
+modules in there of which some rule speaks: their own plan holds for theirs.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class ActivationPlan:
 
     def __str__(self) -> str:
         """``gelu: int4 block 128 nearest · relu: mask``."""
-        return " · ".join(f"{op}: {buffer}" for op, buffer in self.buffers)
+        return " · ".join(f"{op}: {buffer}" for op, buffer in self.buffers) or "raw"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, in the words of a policy file."""

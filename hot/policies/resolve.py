@@ -82,7 +82,7 @@ def resolve_detailed(policy: Policy, model: nn.Module) -> dict[str, Resolution]:
 
 
 def resolve_activations(policy: Policy, model: nn.Module) -> dict[str, ActivationPlan]:
-    """What the ops inside a model's modules save where it is not what torch saves, by the module's name. Changes neither.
+    """What the ops inside the modules that activation rules speak of save, by the module's name. Changes neither.
 
     Raises PolicyError with every activation rule that matches no module, unless it is optional.
     """
@@ -90,14 +90,13 @@ def resolve_activations(policy: Policy, model: nn.Module) -> dict[str, Activatio
     found: dict[str, ActivationPlan] = {}
     used: set[int] = set()
     for scope in scopes if policy.activations else []:
+        rules = [i for i, rule in enumerate(policy.activations) if rule.match.matches(scope)]
+        used.update(rules)
         tree = EVERYTHING_RAW
-        for i, rule in enumerate(policy.activations):
-            if rule.match.matches(scope):
-                used.add(i)
-                tree = rule.apply(tree)
-        plan = activation_plan(build(tree, ACTIVATIONS, problems), policy.backend)
-        if not plan.is_exact:
-            found[scope.name] = plan
+        for i in rules:
+            tree = policy.activations[i].apply(tree)
+        if rules:
+            found[scope.name] = activation_plan(build(tree, ACTIVATIONS, problems), policy.backend)
     for i, rule in enumerate(policy.activations):
         if i not in used and not rule.optional:
             hint = rule.match.nearest(scopes)
