@@ -210,6 +210,30 @@ def test_autocast_is_that_of_forward() -> None:
         assert a.dtype == b.dtype and (a - b).norm() < 0.03 * a.norm()
 
 
+def test_attention_under_autocast_runs_again_in_its_dtype() -> None:
+    inputs = [torch.randn(2, 3, 10, 16, requires_grad=True) for _ in range(3)]
+
+    def grads(module: nn.Module) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(*inputs)
+        assert y.dtype == torch.bfloat16
+        return list(torch.autograd.grad(y, inputs, torch.ones_like(y)))
+
+    module = Op(attention)
+    exact = grads(module)
+    hot.convert(module, policy(scaled_dot_product_attention=INT8))
+    for a, b in zip(exact, grads(module), strict=True):
+        assert b.dtype == torch.float32 and (a - b).norm() < 0.05 * a.norm()
+
+
+def test_relu_lets_pass_what_torchs_does() -> None:
+    x = torch.tensor([-1.0, -0.0, 0.0, 1.0, float("nan"), float("inf"), -float("inf")])
+    module = nn.ReLU()
+    expected = run(module, x)[1][0]
+    hot.convert(module, policy(relu=MASK))
+    assert torch.equal(run(module, x)[1][0], expected)
+
+
 def test_a_second_derivative_raises() -> None:
     module, x = nn.GELU(), torch.randn(3, 16, requires_grad=True)
     hot.convert(module, policy(gelu=INT8))
