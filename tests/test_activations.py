@@ -210,20 +210,29 @@ def test_autocast_is_that_of_forward() -> None:
         assert a.dtype == b.dtype and (a - b).norm() < 0.03 * a.norm()
 
 
-def test_attention_under_autocast_runs_again_in_its_dtype() -> None:
-    inputs = [torch.randn(2, 3, 10, 16, requires_grad=True) for _ in range(3)]
+def held_by_int8(shape: tuple[int, ...]) -> Tensor:
+    """Values that codes of 8 bits a row are equal to: whole numbers up to 127, which is in every row, over 32."""
+    x = torch.randint(-126, 127, shape).float()
+    x[..., 0] = 127.0
+    return x / 32
 
-    def grads(module: nn.Module) -> list[Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = module(*inputs)
-        assert y.dtype == torch.bfloat16
-        return list(torch.autograd.grad(y, inputs, torch.ones_like(y)))
 
-    module = Op(attention)
-    exact = grads(module)
-    hot.convert(module, policy(scaled_dot_product_attention=INT8))
-    for a, b in zip(exact, grads(module), strict=True):
-        assert b.dtype == torch.float32 and (a - b).norm() < 0.05 * a.norm()
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("name", [name for name, (op, *_) in OPS.items() if op not in ("relu", "dropout")])
+def test_where_codes_hold_the_values_gradients_are_torchs(name: str, low: bool) -> None:
+    """To the bit, under autocast too: what runs again runs in the dtype that it ran in."""
+    op, build, count = OPS[name]
+    torch.manual_seed(0)
+    module, inputs = build(), [held_by_int8((3, 7, 10, 48)) for _ in range(count)]
+
+    def grads() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            y, found = run(module, *inputs)
+        return [y, *found]
+
+    exact = grads()
+    hot.convert(module, policy(**{op: INT8}))
+    assert all(torch.equal(a, b) for a, b in zip(exact, grads(), strict=True))
 
 
 def test_relu_lets_pass_what_torchs_does() -> None:
