@@ -154,3 +154,21 @@ def test_agreement_is_the_distance_from_the_reference_of_the_same_seed(tables: M
     lines = tables.agreement_table().splitlines()
     assert lines[2] == "| 20 | 2.000 | 3.000 | 2.500 | 3.000 |"
     assert lines[-1] == "| mean distance from the reference's | 0.000 | 0.000 | 0.250 | 0.050 |"
+
+
+def test_accuracy_has_a_row_for_every_policy_beside_exact(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "EXPERIMENTS", {"mine": "Mine"})
+    runs = [("exact", 0, 0.9), ("exact", 1, 0.7), ("hot", 0, 0.6), ("hot", 1, 0.8), ("memory", 0, 0.5)]
+    rows = [
+        {
+            "device": "cpu", "threads": 2, "policy": policy, "seed": seed, "accuracy": accuracy, "step_ms": 3.0,
+            "saved_bytes": 2**20, "saved_bytes_in_layers": 2**19,
+        }
+        for policy, seed, accuracy in runs
+    ]  # fmt: skip
+    write_csv(tables.RESULTS / "mine.csv", rows)
+    lines = tables.accuracy_table().splitlines()
+    assert lines[2].startswith(
+        "| Mine | `hot` | CPU, 2 threads | 2 | 80.0 % → 70.0 % | 0.5 → 0.5 MiB | 1.0 → 1.0 MiB |"
+    )
+    assert lines[3].startswith("| Mine | `memory` | CPU, 2 threads | 1 | 80.0 % → 50.0 % |") and len(lines) == 4
