@@ -31,12 +31,17 @@ def held_basis(
 ) -> Tensor:
     """The matrix (rank, block) of a transform, contiguous: ±1 times its `held_gain`; block = 1: the identity.
 
-    Kept for good, for a CUDA graph that was captured reads it again and again.
+    Kept for good, for a CUDA graph that was captured reads it again and again. It is there when this returns: who asks first is
+    on one stream, and who asks next may be on another.
     """
     if block == 1:
-        return torch.eye(IDENTITY, dtype=dtype, device=device)
-    matrix = basis(block, rows, signs, None, torch.empty(0, dtype=dtype, device=device))
-    return (matrix * held_gain(block)).contiguous()
+        matrix = torch.eye(IDENTITY, dtype=dtype, device=device)
+    else:
+        matrix = basis(block, rows, signs, None, torch.empty(0, dtype=dtype, device=device))
+        matrix = (matrix * held_gain(block)).contiguous()
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+    return matrix
 
 
 Launch = Callable[[Tensor, Tensor, int, int, int, int, bool, Sequence[int], Sequence[int], Tensor | None, bool], None]

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hot.backends.streams import Aside
+from hot.backends.transforms import held_basis
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -78,3 +79,17 @@ def test_it_can_be_captured() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert (both == 50).all()
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("block", [1, 16])
+def test_a_basis_that_was_made_aside_is_there_for_all(block: int) -> None:
+    """Both streams multiply by it; the second asks first, and the current one does not wait for that."""
+    what = block, tuple(range(block)), (), torch.bfloat16, torch.device("cuda", torch.cuda.current_device())
+    expected = held_basis(*what).clone()
+    held_basis.cache_clear()
+    with Aside(expected):
+        torch.cuda._sleep(100_000_000)
+        made = held_basis(*what)
+    assert torch.equal(made.clone(), expected)
