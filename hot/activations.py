@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from hot.executor import as_written
 from hot.policies.activations import ActivationPlan
 from hot.policies.buffers import Quantized
 from hot.policies.params import Params
-from hot.policies.quantizers import Quantizer
 from hot.sharing import shared
 
 COMPRESSED: dict[str, tuple[tuple[Callable[..., Any], ...], tuple[str, ...]]] = {
@@ -78,9 +78,9 @@ class _Saving(TorchFunctionMode):
         if op not in self.buffers or not innermost or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if op == "relu":
-            return _relu(function, self.plan.backend, *args, **kwargs)
+            return _relu(function, *args, **kwargs)
         if op == "dropout":
-            return _dropout(function, self.plan.backend, *args, **kwargs)
+            return _dropout(function, *args, **kwargs)
         return _compressed(function, COMPRESSED[op][1], args, kwargs, self.buffers[op], self.plan.backend)
 
 
@@ -89,10 +89,10 @@ class _Call:
     """A call whose tensors are taken out. compressed: which of them are kept as codes."""
 
     function: Callable[..., Any]
-    leaves: tuple[Any, ...]  # None in the place of a tensor
+    leaves: tuple[Any, ...]  # _TENSOR in the place of one
     spec: TreeSpec
     compressed: frozenset[int]
-    quantizer: Quantizer
+    buffer: Quantized
     backend: str
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -126,7 +126,7 @@ def _compressed(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     kept = frozenset(i for i, t in enumerate(tensors) if any(t is x for x in inputs))
     places = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    call = _Call(function, places, spec, kept, buffer.quantizer, backend)
+    call = _Call(function, places, spec, kept, buffer, backend)
     result: Tensor = Recomputed.apply(call, *tensors)
     return result
 
@@ -137,26 +137,26 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
         y = call(tensors)
-        kept: list[Tensor] = []
+        kept: list[tuple[Tensor, ...]] = []
         if any(ctx.needs_input_grad):
             with as_written(y.device):
                 ops = get_ops(call.backend, y.device.type)
-                for i, t in enumerate(tensors):
-                    kept += _codes(t, call.quantizer, ops, call.backend) if i in call.compressed else (t,)
-        ctx.save_for_backward(*kept)
-        ctx.call, ctx.like = call, [(t.shape, t.dtype) for t in tensors]
+                kept = [_codes(t, call, ops) if i in call.compressed else (t,) for i, t in enumerate(tensors)]
+        ctx.save_for_backward(*chain.from_iterable(kept))
+        ctx.call, ctx.like = call, [(t.shape, t.dtype, len(own)) for t, own in zip(tensors, kept, strict=False)]
         ctx.autocast = torch.is_autocast_enabled(y.device.type), torch.get_autocast_dtype(y.device.type)
         return torch.ops.aten._unsafe_view(y, y.shape)  # no view: whoever gets it may change it in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        call, rest, tensors = ctx.call, iter(ctx.saved_tensors), []
+        call, saved, tensors = ctx.call, iter(ctx.saved_tensors), []
         ops, needs = get_ops(call.backend, g.device.type), ctx.needs_input_grad[1:]
         with as_written(g.device):
-            for i, (shape, dtype) in enumerate(ctx.like):
-                kept = _values(rest, shape, dtype, call.quantizer, ops) if i in call.compressed else next(rest)
-                tensors.append(kept.detach().requires_grad_(needs[i]))
+            for i, (shape, dtype, count) in enumerate(ctx.like):
+                kept = tuple(islice(saved, count))
+                t = call.buffer.values(kept, shape[-1], dtype, ops).view(shape) if i in call.compressed else kept[0]
+                tensors.append(t.detach().requires_grad_(needs[i]))
         enabled, low = ctx.autocast
         with torch.enable_grad(), torch.autocast(g.device.type, low, enabled=enabled):
             y = call(tensors)
@@ -165,25 +165,16 @@ class Recomputed(torch.autograd.Function):
         return None, *(next(found) if need else None for need in needs)
 
 
-def _codes(x: Tensor, quantizer: Quantizer, ops: Ops, backend: str) -> tuple[Tensor, ...]:
+def _codes(x: Tensor, call: _Call, ops: Ops) -> tuple[Tensor, ...]:
     """The codes of x, rows along its last axis, and their scale; ops that read one x share them."""
 
     def make() -> tuple[Tensor, ...]:
-        codes, scale, _ = quantizer.encode(x.reshape(-1, x.shape[-1]), ops)
-        assert scale is not None
-        return quantizer.store(codes, ops), scale
+        return call.buffer.keep(call.buffer.quantizer.encode(x.reshape(-1, x.shape[-1]), ops), ops)
 
-    return shared(x, ("activation", quantizer, backend), make)
+    return shared(x, ("activation", call.buffer, call.backend), make)
 
 
-def _values(kept: Iterator[Tensor], shape: torch.Size, dtype: torch.dtype, quantizer: Quantizer, ops: Ops) -> Tensor:
-    codes, scale = quantizer.restore(next(kept), shape[-1], ops), next(kept)
-    group = quantizer.spec["group"] if quantizer.spec else 0
-    values: Tensor = ops.dequantize(codes, scale, group, dtype)
-    return values.view(shape)
-
-
-def _relu(function: Any, backend: str, input: Tensor, inplace: bool = False) -> Tensor:
+def _relu(function: Any, input: Tensor, inplace: bool = False) -> Tensor:
     inplace = inplace or function in (torch.relu_, Tensor.relu_)
     if type(input) is not Tensor or not input.requires_grad:
         return torch.relu_(input) if inplace else torch.relu(input)
@@ -209,9 +200,7 @@ class Relu(torch.autograd.Function):
         return torch.where(unpack_bits(bits, g.shape), g, 0.0), None
 
 
-def _dropout(
-    function: Any, backend: str, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+def _dropout(function: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or inplace or not 0 < p < 1 or type(input) is not Tensor or not input.requires_grad:
         return function(input, p, training, inplace)
     result: Tensor = Dropout.apply(input, p)

@@ -165,10 +165,10 @@ def _backward(
     elif multiplies:
         left = _grad_output_operand(tokens, plan.grad_input, held[0], input_draw, ops)
 
-    with aside:  # the two products need nothing of each other
-        if left and right:
+    if left and right:
+        with aside:  # the two products need nothing of each other
             grad_input = _grad_input(left, right, tokens, input_draw, plan.grad_input, view, like, ops)
-    if needs_input and plan.grad_input.is_exact:
+    elif needs_input:
         assert weight is not None
         exact = view.exact_grad_input(g, like.x_shape, weight.to(g.dtype), like.x_format)
         grad_input = exact.to(like.x_dtype).contiguous(memory_format=like.x_format)
@@ -246,7 +246,7 @@ def holders(path: GradInputPlan, ops: Ops, numel: float = math.inf) -> tuple[str
     business. Scales a block go with integers, but for blocks and tiles of 128, which float8 products know.
     """
     a, b = (quantizer.spec for quantizer in path.quantizers)
-    if not ops.float8 <= numel or ops.float8 == math.inf or a is None or b is None:
+    if numel < ops.float8 or ops.float8 == math.inf or a is None or b is None:
         return None, None
     scales = (a["granularity"], a["group"]), (b["granularity"], b["group"])
     factors_out = all(granularity in ("row", "tensor") for granularity, _ in scales)

@@ -319,3 +319,11 @@ def test_bits_come_back(shape: list[int], seed: int) -> None:
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.5
     packed = pack_bits(mask)
     assert packed.numel() == -(-mask.numel() // 8) and torch.equal(unpack_bits(packed, mask.shape), mask)
+
+
+def test_a_quantizer_that_is_none_keeps_the_values() -> None:
+    module, x = nn.GELU(), torch.randn(5, 16)
+    expected = run(module, x)
+    hot.convert(module, policy(gelu={"kind": "quantized", "quantizer": {"kind": "none"}}))
+    got = run(module, x)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1][0], expected[1][0])

@@ -99,8 +99,7 @@ class Quantized(Buffer):
     def save(
         self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None
     ) -> tuple[Tensor, ...]:
-        codes, scale, _ = encode(x, UNTRANSFORMED, self.quantizer, ops)
-        return (codes,) if scale is None else (self.quantizer.store(codes, ops), scale)
+        return self.keep(encode(x, UNTRANSFORMED, self.quantizer, ops), ops)
 
     def load(
         self,
@@ -110,12 +109,21 @@ class Quantized(Buffer):
         quantizer: Quantizer,
         ops: Any,
     ) -> Tensor | Operand:
-        if len(saved) == 1:
-            return saved[0].view(shape)
-        codes = self.quantizer.restore(saved[0], shape[1] * shape[2], ops)
+        return self.values(saved, shape[1] * shape[2], torch.float32, ops).view(shape)
+
+    def keep(self, operand: Operand, ops: Any) -> tuple[Tensor, ...]:
+        """The tensors that are kept of codes (rows, K): they and their scale, or values that have none as they are."""
+        codes, scale, _ = operand
+        return (codes,) if scale is None else (self.quantizer.store(codes, ops), scale)
+
+    def values(self, kept: tuple[Tensor, ...], length: int, dtype: torch.dtype, ops: Any) -> Tensor:
+        """The values (rows, length) again, in dtype; those that were kept as they are, in their own."""
+        if len(kept) == 1:
+            return kept[0]
+        codes = self.quantizer.restore(kept[0], length, ops)
         spec = self.quantizer.spec
-        dtype = torch.float32
-        return ops.dequantize(codes, saved[1], spec["group"] if spec else 0, dtype).view(shape)
+        values: Tensor = ops.dequantize(codes, kept[1], spec["group"] if spec else 0, dtype)
+        return values
 
 
 @register_buffer("packed")

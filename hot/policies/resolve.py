@@ -14,8 +14,9 @@ from hot.errors import UnknownNameError, did_you_mean
 from hot.policies.activations import ACTIVATIONS, EVERYTHING_RAW, ActivationPlan, activation_plan
 from hot.policies.blocks import EXACT, build, build_plan, plain
 from hot.policies.buffers import Quantized, Raw
-from hot.policies.layers import Layer, layers_of, scopes_of
+from hot.policies.layers import Layer, Scope, layers_of, scopes_of
 from hot.policies.plan import LayerPlan, Skip
+from hot.policies.reading import Rule
 from hot.policies.save import flow
 from hot.policies.schema import Policy
 from hot.policies.yaml_source import Mark, Node, Problems, join
@@ -62,7 +63,7 @@ def resolve_detailed(policy: Policy, model: nn.Module) -> dict[str, Resolution]:
     layers = layers_of(model)
     applied = [tuple(i for i, rule in enumerate(policy.rules) if rule.match.matches(layer)) for layer in layers]
     problems = Problems()
-    _check_all_match(policy, layers, set().union(*applied), problems)
+    _check_all_match(policy.rules, layers, set().union(*applied), problems, "layer")
     by_rules: dict[tuple[int, ...], LayerPlan | None] = {}
     for layer, rules in zip(layers, applied, strict=True):
         if rules not in by_rules:
@@ -97,10 +98,7 @@ def resolve_activations(policy: Policy, model: nn.Module) -> dict[str, Activatio
             tree = policy.activations[i].apply(tree)
         if rules:
             found[scope.name] = activation_plan(build(tree, ACTIVATIONS, problems), policy.backend)
-    for i, rule in enumerate(policy.activations):
-        if i not in used and not rule.optional:
-            hint = rule.match.nearest(scopes)
-            problems.add(rule.mark, f"matches no module of the model; {hint} (optional: true allows it)")
+    _check_all_match(policy.activations, scopes, used, problems, "module")
     problems.raise_any()
     return found
 
@@ -148,11 +146,13 @@ def _changes(old: Any, new: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
     return {path: change for changes in found for path, change in changes.items()}
 
 
-def _check_all_match(policy: Policy, layers: list[Layer], matched: set[int], problems: Problems) -> None:
-    for i, rule in enumerate(policy.rules):
+def _check_all_match(
+    rules: Sequence[Rule], scopes: Sequence[Scope], matched: set[int], problems: Problems, what: str
+) -> None:
+    for i, rule in enumerate(rules):
         if i not in matched and not rule.optional:
-            hint = rule.match.nearest(layers)
-            problems.add(rule.mark, f"matches no layer of the model; {hint} (optional: true allows it)")
+            hint = rule.match.nearest(scopes)
+            problems.add(rule.mark, f"matches no {what} of the model; {hint} (optional: true allows it)")
 
 
 def _check_shared_weights(

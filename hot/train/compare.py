@@ -40,7 +40,10 @@ def run_experiment(
         raise HotError("--resume and --overwrite exclude each other")
     policies = {_label(name): load_policy(name, allow_plugins=allow_plugins) for name in experiment.policies}
     if experiment.backend is not None:
-        policies = {label: Policy(extends=own, backend=experiment.backend) for label, own in policies.items()}
+        policies = {
+            label: Policy(extends=own, backend=experiment.backend, description=own.description)
+            for label, own in policies.items()
+        }
     if len(policies) < len(experiment.policies):
         raise HotError(f"compare: two of {', '.join(experiment.policies)} have the same file name; rename one")
     runs = {f"{label}-seed{seed}": (label, seed) for label in policies for seed in experiment.seeds}

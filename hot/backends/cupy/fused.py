@@ -139,8 +139,8 @@ class _Job:
         along = pointers[:2] if self.makes_along else (0, 0)
         across = pointers[-2:] if self.makes_across else (0, 0)
         sums = bias = 0
-        known = torch.empty if not self.counters else torch.zeros  # by one launch, or from one to the other
-        words = known(self.counters + self.tops, dtype=torch.int32, device=x.device)
+        make = torch.zeros if self.counters else torch.empty  # both_kernel counts nothing, and writes before it reads
+        words = make(self.counters + self.tops, dtype=torch.int32, device=x.device)
         counters = words.data_ptr()
         if self.bias:
             kept = torch.empty(self.groups * self.columns, dtype=torch.float32, device=x.device)
@@ -189,11 +189,9 @@ def _is_dense(x: Tensor, stride: int, step: int, columns: int) -> bool:
 
 def _aligned(x: Tensor) -> Tensor:
     """x, or a copy laid out likewise where it begins between multiples of 16 bytes, as few views do."""
-    return (
-        x
-        if x.data_ptr() % 16 == 0
-        else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
-    )
+    if x.data_ptr() % 16 == 0:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _holds(format: str, device: torch.device) -> bool:
