@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,110 +13,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hot.backends.devices import capability, on_device
 from hot.backends.layouts import cdiv, is_across, power_of_2
 from hot.backends.ops import code_dtype, largest_code, scale_shape
-from hot.backends.reference.transforms import basis
 from hot.backends.table import register_kernel
-from hot.backends.transforms import IDENTITY, held_basis, held_gain
+from hot.backends.transforms import IDENTITY, held_basis
 from hot.backends.triton.launch import Launch, Specimen, by_settings, specimen
+from hot.backends.triton.matrices import Matrix, Way
 from hot.backends.triton.operands import largest_kernel, quantize_kernel, scales_kernel
 from hot.backends.triton.tuning import Config, Key, bucket, family, launch
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-class _Matrix(NamedTuple):
-    """How the kernels see a tensor: `samples` × `length` rows, `columns` dense, the whole of it `pieces` times."""
-
-    samples: int
-    length: int
-    columns: int
-    pieces: int
-    stride: int  # of a sample
-    step: int  # of a row
-    piece_stride: int
-
-    @property
-    def rows(self) -> int:
-        return self.samples * self.length
-
-    @property
-    def outer(self) -> tuple[int, int]:
-        """How many matrices of `length` × `columns` there are, and how far apart."""
-        if self.samples == self.pieces == 1:
-            return 1, self.length * self.step
-        return (self.samples, self.stride) if self.pieces == 1 else (self.pieces, self.piece_stride)
-
-    def merged(self, side: int) -> _Matrix:
-        """The same as one sample, where each begins behind the one before and with a block of its own."""
-        if self.stride != self.length * self.step or self.length % side:
-            return self
-        return self._replace(samples=1, length=self.samples * self.length)
-
-    def can_be_copied(self, size: int) -> bool:
-        """Whether a copy engine takes tiles of it, where elements have so many bytes: its strides are units of 16."""
-        strides = self.step * size, self.outer[1] * size
-        return all(stride > 0 and stride % 16 == 0 for stride in strides)
-
-    def tiles(self, x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-        """Its tiles (1, rows, columns), with zeros where they reach beyond it."""
-        count, far = self.outer
-        return TensorDescriptor(x, [count, self.length, self.columns], [far, self.step, 1], [1, rows, columns])
-
-
-class _Way(NamedTuple):
-    """What one operand's transform and quantizer are to the kernels: arguments of their ops, `rank` where rows are drawn."""
-
-    block: int  # 1: nothing is transformed
-    rows: tuple[int, ...]
-    signs: tuple[int, ...]
-    rank: int
-    drawn: bool
-    format: str
-    granularity: str  # empty for an operand that is not made
-    group: int
-    rounding: str
-
-    @property
-    def side(self) -> int:
-        """The side of the blocks that are cut."""
-        return IDENTITY if self.block == 1 else self.block
-
-    @property
-    def kept(self) -> int:
-        """How many coefficients a block makes."""
-        return IDENTITY if self.block == 1 else self.rank
-
-    @property
-    def width(self) -> int:
-        """That as a side of a product."""
-        return max(power_of_2(self.kept), 8)
-
-    @property
-    def gain(self) -> float:
-        """What the basis does not hold of the gain 1/√size."""
-        size = self.rank if self.drawn else self.block
-        return float(size**-0.5 / held_gain(size))
-
-    def drawn_basis(self, draw: Tensor, x: Tensor) -> Tensor:
-        """`held_basis` of the rows that were drawn."""
-        return basis(self.block, self.rows, self.signs, draw, x.new_empty(0)) * held_gain(self.rank)
-
-    @property
-    def tile(self) -> int:
-        """How many elements of the axis make one group of a block scale."""
-        return self.group // self.kept * self.side
-
-    @property
-    def scaled_by(self) -> str:
-        """The granularity, where the largest magnitude must be known before the first code."""
-        return "" if self.granularity in ("block", "tile") else self.granularity
-
-    def k(self, length: int) -> int:
-        """The part of K that `length` elements make."""
-        return length if self.block == 1 else cdiv(length, self.block) * self.rank
-
-    def factors(self, rows: int) -> int:
-        """How many factors `scales_kernel` makes for so many rows."""
-        return {"": 0, "row": rows, "tensor": 1}[self.scaled_by]
 
 
 def _serves(
@@ -184,7 +88,7 @@ class _Job:
     """Operands of one size: what is allocated, and the launches by their settings."""
 
     def __init__(
-        self, m: _Matrix, along: _Way | None, across: _Way | None, sums: bool, dtype: torch.dtype, device: torch.device,
+        self, m: Matrix, along: Way | None, across: Way | None, sums: bool, dtype: torch.dtype, device: torch.device,
         aligned: bool,
     ) -> None:  # fmt: skip
         some = along or across
@@ -374,8 +278,8 @@ def _operand(
 ) -> _Job:
     (count, samples, length), (row, sample, step) = shape, strides
     if step == 1:
-        return _Job(_Matrix(1, count, length, samples, 0, row, sample), _Way(*way), None, False, dtype, device, aligned)
-    return _Job(_Matrix(samples, length, count, 1, sample, step, 0), None, _Way(*way), False, dtype, device, aligned)
+        return _Job(Matrix(1, count, length, samples, 0, row, sample), Way(*way), None, False, dtype, device, aligned)
+    return _Job(Matrix(samples, length, count, 1, sample, step, 0), None, Way(*way), False, dtype, device, aligned)
 
 
 def _serves_gradient(
@@ -425,7 +329,7 @@ def _gradient(
 ) -> _Job:  # fmt: skip
     (samples, length, outputs), (sample, step, _) = shape, strides
     return _Job(
-        _Matrix(samples, length, outputs, 1, sample, step, 0), _Way(*along), _Way(*across), bias, dtype, device, aligned
+        Matrix(samples, length, outputs, 1, sample, step, 0), Way(*along), Way(*across), bias, dtype, device, aligned
     )
 
 
@@ -433,7 +337,7 @@ def _way(
     block: int, rows: Sequence[int], signs: Sequence[int], draw: Tensor | None,
     format: str, granularity: str, group: int, rounding: str,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The fields of a `_Way`, which costs more than they do."""
+    """The fields of a `Way`, which costs more than they do."""
     rank = len(rows) if draw is None else draw.shape[0]
     return block, tuple(rows), tuple(signs), rank, draw is not None and block > 1, format, granularity, group, rounding
 
