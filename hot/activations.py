@@ -139,7 +139,7 @@ class Recomputed(torch.autograd.Function):
         y = call(tensors)
         kept: list[tuple[Tensor, ...]] = []
         if any(ctx.needs_input_grad):
-            with as_written(y.device):
+            with as_written(y):
                 ops = get_ops(call.backend, y.device.type)
                 kept = [_codes(t, call, ops) if i in call.compressed else (t,) for i, t in enumerate(tensors)]
         ctx.save_for_backward(*chain.from_iterable(kept))
@@ -152,7 +152,7 @@ class Recomputed(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         call, saved, tensors = ctx.call, iter(ctx.saved_tensors), []
         ops, needs = get_ops(call.backend, g.device.type), ctx.needs_input_grad[1:]
-        with as_written(g.device):
+        with as_written(g):
             for i, (shape, dtype, count) in enumerate(ctx.like):
                 kept = tuple(islice(saved, count))
                 t = call.buffer.values(kept, shape[-1], dtype, ops).view(shape) if i in call.compressed else kept[0]

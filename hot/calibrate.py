@@ -124,7 +124,7 @@ class _Sums:
     def add(self, tokens: Tensor) -> None:
         """tokens: a gradient (samples, tokens, outputs)."""
         ops, transform = get_ops("auto", tokens.device.type), self.path.transform
-        with as_written(tokens.device):  # backward may be called under autocast
+        with as_written(tokens):  # backward may be called under autocast
             projected = (
                 transform.project(tokens.permute(2, 0, 1), ops, transform.draw(tokens.device)).flatten(1).float()
             )

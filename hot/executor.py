@@ -97,11 +97,16 @@ def _format(t: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def as_written(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which nothing is cast; torch has no autocast for the meta device."""
-    if device.type == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type)):
+def as_written(t: Tensor) -> AbstractContextManager[object]:
+    """A context in which nothing is cast on t's device; torch has no autocast for the meta device."""
+    kind = t.device.type
+    if torch.compiler.is_compiling():
+        # torch.compile traces a backward anew once it asks for strides, and never closes what was open by then: the rest of the
+        # model would be traced without autocast. So they are asked for first.
+        t.stride()
+    elif kind == "meta" or not torch.is_autocast_enabled(kind):
         return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(kind, enabled=False)
 
 
 class Hot(torch.autograd.Function):
@@ -111,7 +116,7 @@ class Hot(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
         y = view.forward(x, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        with as_written(x.device):  # autocast would cast the transforms' own products
+        with as_written(x):  # autocast would cast the transforms' own products
             kept = keep(x, y.dtype, plan, view) if needs_weight and x.numel() else ()
         ctx.save_for_backward(weight if needs_input else None, *kept)
         ctx.plan, ctx.view = plan, view
@@ -132,7 +137,7 @@ class Hot(torch.autograd.Function):
         weight, *kept = ctx.saved_tensors
         if not g.numel() or not ctx.like.x_shape.numel():
             return (*ctx.like.empty_product(g, ctx.needs_input_grad[:3], ctx.view), None, None)
-        with as_written(g.device):  # as in forward; backward may be called under autocast
+        with as_written(g):  # as in forward; backward may be called under autocast
             needs = ctx.needs_input_grad[:3]
             return (*_backward(g, weight, tuple(kept), needs, ctx.plan, ctx.view, ctx.like), None, None)
 
@@ -300,12 +305,13 @@ def _grad_input(
     like: _Like,
     ops: Ops,
 ) -> Tensor:
-    """g_x = g_y w in the shape, dtype and format of x, from both operands. tokens: g_y (samples, tokens, O)."""
+    """g_x = g_y w in the shape, dtype and format of x, from both operands. tokens: g_y (samples, tokens, O), whose dtype the
+    product has, as torch's own: where autocast made it a narrow one, x's comes last."""
     samples, length, _ = tokens.shape
     rows = a.codes.shape[0] // samples  # of a sample: its tokens, or the projected ones
 
     def of_x(a: Operand) -> Tensor:
-        product = _product(a, b, like.x_dtype, tokens.dtype, ops)
+        product = _product(a, b, tokens.dtype, tokens.dtype, ops)
         if path.transform.axis == "tokens":
             projected = product.unflatten(0, (-1, rows)).transpose(1, 2)
             product = path.transform.expand(projected, length, ops, draw).transpose(1, 2).flatten(0, 1)

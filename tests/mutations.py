@@ -59,7 +59,7 @@ MUTATIONS = [
     Mutation("executor: no draw for the gradient", "hot/executor.py", "draw, kept = (kept[0], kept[1:])", "draw, kept = (kept[0] * 0, kept[1:])"),
     Mutation("executor: frozen weights save their input", "hot/executor.py", "if needs_weight and x.numel() else ()", "if x.numel() else ()"),
     Mutation("executor: autocast reaches the transforms", "hot/executor.py",
-             "with as_written(x.device):  # autocast", "with torch.no_grad():  # autocast"),
+             "with as_written(x):  # autocast", "with torch.no_grad():  # autocast"),
     Mutation("activations: the outermost plan speaks", "hot/activations.py", "innermost = _active.plan == self.plan", "innermost = True"),
     Mutation("activations: autocast is forgotten", "hot/activations.py", "low, enabled=enabled", "low, enabled=False"),
     Mutation("activations: relu lets no NaN pass", "hot/activations.py", "(y <= 0).logical_not_()", "y > 0"),

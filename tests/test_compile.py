@@ -136,6 +136,21 @@ def test_half_exact_and_autocast() -> None:
     assert_same(run(torch.compile(net, fullgraph=True, backend="aot_eager")), run(net))
 
 
+def test_autocast_is_traced_into_every_layer() -> None:
+    """What the compiler thinks of the layers behind the first, by which kernels are chosen and dtypes fixed in the graph."""
+    seen: list[torch.dtype] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        found = [node.meta["example_value"] for node in graph.graph.nodes if "autograd_function" in node.name]
+        seen.extend(y.dtype for layer in found for y in layer)
+        return graph.forward
+
+    net = torch.compile(converted(nn.Sequential(mlp(), mlp()), HOT), fullgraph=True, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        net(normal(2, 20, 16))
+    assert seen == [torch.bfloat16] * 4
+
+
 def test_batches_of_other_sizes() -> None:
     """A changed batch size recompiles once, to a graph for any size, and still agrees with eager."""
     net = converted(nn.Sequential(nn.Linear(16, 16)), PLANS["hadamard_int8"])
