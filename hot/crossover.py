@@ -1,8 +1,9 @@
-"""The measured crossover: the sizes below which torch's own backward is faster than a plan's, per device, as data.
+"""The measured crossover: the layers for which torch's own backward is faster than a plan's, per device, as data.
 
-A layer runs under its plan if some measured layer of the same kind, plan and dtype that is no larger in any of tokens, outputs
-and inputs was at least as fast as dense. It is left exact if there are such measurements and none was. Where nothing was
-measured, nothing is known, and it runs under its plan. Only the backend ``auto`` asks.
+A layer does as the nearest measured layer of the same kind, plan and dtype did: it runs under its plan if that was at least as
+fast as dense, and is left exact if not. The nearest has the most similar outputs and inputs, by the product of their ratios,
+and of those the most similar tokens. (Larger is not always better: a plan may win where its kernels fill the chip once, and
+lose above.) Where nothing was measured, nothing is known, and a layer runs under its plan. Only the backend ``auto`` asks.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,16 +61,21 @@ class Point:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a table says of one layer, and the nearest measured one: of those that make it run, if it runs."""
+    """What a table says of one layer: what the nearest measured one did."""
 
-    leaves_exact: bool
     nearest: Point
 
     @property
+    def leaves_exact(self) -> bool:
+        return self.nearest.ratio < 1
+
+    @property
     def figure(self) -> str:
-        """``0.80× dense at T×O×I = 2048×768×768``; a faster one that is larger than the layer says ``only at``."""
-        only = "only " if self.leaves_exact and self.nearest.ratio >= 1 else ""
-        return f"{self.nearest.ratio:.2f}× dense {only}at T×O×I = {'×'.join(map(str, self.nearest.sizes))}"
+        """``0.80× dense at T×O×I = 2048×768×768``."""
+        return f"{self.nearest.ratio:.2f}× dense at T×O×I = {'×'.join(map(str, self.nearest.sizes))}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"leaves_exact": self.leaves_exact, "nearest": asdict(self.nearest)}
 
     def __str__(self) -> str:
         return f"{'exact' if self.leaves_exact else 'runs'}: crossover, {self.figure}"
@@ -82,16 +90,13 @@ def judge(
     view: View,
 ) -> Verdict | None:
     """The verdict on a layer that gets an x of that shape and multiplies in dtype; None where nothing is known."""
-    key, sizes = (_kind(view), str(plan), _name(dtype)), _sizes(x_shape, weight_shape, view)
-    known = [point for point in points if point.key == key]
-    if not known:
+    key = _kind(view), str(plan), _name(dtype)
+    tokens, *features = _sizes(x_shape, weight_shape, view)
+    groups = _groups(points).get(key)
+    if groups is None:
         return None
-    reasons = [point for point in known if point.ratio >= 1 and _fits(point.sizes, sizes)]
-
-    def distance(point: Point) -> float:
-        return sum(abs(math.log(a / max(b, 1))) for a, b in zip(point.sizes, sizes, strict=True))
-
-    return Verdict(not reasons, min(reasons or known, key=distance))
+    spans = _most_similar(groups, *features)
+    return next(Verdict(point) for low, high, point in spans if low <= tokens < high)
 
 
 def leaves_exact(x: Tensor, weight: Tensor, plan: LayerPlan, view: View) -> bool:
@@ -102,8 +107,11 @@ def leaves_exact(x: Tensor, weight: Tensor, plan: LayerPlan, view: View) -> bool
     if not table:
         return False
     kind, dtype, sizes = _kind(view), _product_dtype(x), _sizes(x.shape, weight.shape, view)
-    winners = table.get((kind, plan.text, _name(dtype)))
-    if winners is None or any(_fits(winner, sizes) for winner in winners):
+    groups = table.get((kind, plan.text, _name(dtype)))
+    if groups is None:
+        return False
+    losing = (_most_similar if torch.compiler.is_compiling() else _found_once)(groups, sizes[1], sizes[2])
+    if not any(low <= sizes[0] < high for low, high in losing):
         return False
     if not torch.compiler.is_compiling() and (kind, dtype, sizes[1:]) not in _said:
         _said.add((kind, dtype, sizes[1:]))
@@ -182,7 +190,12 @@ FILES = Measured(
 )
 assert list(FILES.columns) == [field.name for field in fields(Point)]
 
-_tables: dict[torch.device, dict[tuple[str, str, str], tuple[Sizes, ...]]] = {}
+_Key = tuple[str, str, str]
+T = TypeVar("T")
+_Groups = tuple[tuple[int, int, T], ...]
+"""By outputs and inputs: what is known of such layers."""
+_Losing = _Groups[tuple[tuple[float, float], ...]]
+_tables: dict[torch.device, dict[_Key, _Losing]] = {}
 _said: set[tuple[str, torch.dtype, tuple[int, ...]]] = set()
 _is_off = False
 
@@ -193,27 +206,48 @@ def _newest(points: Iterable[Point]) -> tuple[Point, ...]:
     return tuple(newest[key] for key in sorted(newest))
 
 
-def _fits(measured: Sizes, sizes: Sizes) -> bool:
-    """Whether a measured layer is no larger in any size."""
-    return measured[0] <= sizes[0] and measured[1] <= sizes[1] and measured[2] <= sizes[2]
+_Spans = tuple[tuple[float, float, Point], ...]
+"""From how many tokens on, and up to how many, which point is the nearest: points change half way, by ratio."""
 
 
-def _winners(points: Iterable[Point]) -> tuple[Sizes, ...]:
-    """The smallest layers that were at least as fast as dense: whatever any of these fits runs, and nothing else."""
-    found = sorted(point.sizes for point in points if point.ratio >= 1)
-    return tuple(sizes for sizes in found if not any(_fits(other, sizes) for other in found if other != sizes))
+def _groups(points: Iterable[Point]) -> dict[_Key, _Groups[_Spans]]:
+    """The points by key, then by outputs and inputs, with the tokens that each speaks for."""
+    found: dict[_Key, dict[tuple[int, int], list[Point]]] = {}
+    for point in sorted(points, key=lambda point: point.tokens):
+        found.setdefault(point.key, {}).setdefault((point.outputs, point.inputs), []).append(point)
+
+    def spans(group: list[Point]) -> _Spans:
+        bounds = [0.0, *(math.sqrt(a.tokens * b.tokens) for a, b in pairwise(group)), math.inf]
+        return tuple(zip(bounds[:-1], bounds[1:], group, strict=True))
+
+    return {
+        key: tuple((*features, spans(group)) for features, group in groups.items()) for key, groups in found.items()
+    }
 
 
-def _load(device: torch.device) -> dict[tuple[str, str, str], tuple[Sizes, ...]]:
+def _most_similar(groups: _Groups[T], outputs: int, inputs: int) -> T:
+    """What is known of the measured layers with the most similar outputs and inputs."""
+    least, found = math.inf, groups[0][2]
+    for o, i, known in groups:
+        unlike = max(o, outputs) / min(o, outputs) * (max(i, inputs) / min(i, inputs))
+        if unlike < least:
+            least, found = unlike, known
+    return found
+
+
+_found_once = lru_cache(maxsize=4096)(_most_similar)
+
+
+def _load(device: torch.device) -> dict[_Key, _Losing]:
     name = name_of(device)
-    groups: dict[tuple[str, str, str], list[Point]] = {}
-    for point in read(name) if name else ():
-        groups.setdefault(point.key, []).append(point)
-    return {key: _winners(points) for key, points in groups.items()}
+    return {
+        key: tuple((o, i, tuple(span[:2] for span in spans if span[2].ratio < 1)) for o, i, spans in groups)
+        for key, groups in _groups(read(name) if name else ()).items()
+    }
 
 
-def _table(device: torch.device) -> dict[tuple[str, str, str], tuple[Sizes, ...]]:
-    """The winners by kind, plan and dtype, read when a device is first met: a step, compiled or not, only looks them up."""
+def _table(device: torch.device) -> dict[_Key, _Losing]:
+    """The tokens with which layers lose, read when a device is first met: a step, compiled or not, only looks them up."""
     if torch.compiler.is_compiling():
         from torch._dynamo.comptime import comptime
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class Row:
             "skip": plan.reason if isinstance(plan, Skip) else None,
             "decided_by": self.resolution.decided_by,
             "products": self.products or None,
-            "crossover": asdict(self.verdict) if self.verdict else None,
+            "crossover": self.verdict.to_dict() if self.verdict else None,
             "saved_before": self.before,
             "saved_after": self.after,
         }

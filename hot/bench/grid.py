@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -13,7 +13,7 @@ from hot.bench.layers import DTYPES, Bench
 from hot.bench.shapes import Layer, linear
 from hot.bench.timing import FEWEST
 from hot.crossover import Point
-from hot.policies.plan import LayerPlan, Skip
+from hot.policies.plan import Skip
 
 TOKENS = (196, 784, 3136, 12544, 50176)
 FEATURES = (256, 768, 1536, 4096)
@@ -36,22 +36,21 @@ def layers(device: str) -> list[list[Layer]]:
 
 
 def points(
-    bench: Bench, seconds: float = 110.0, progress: Callable[[Point], None] = lambda point: None
+    bench: Bench, seconds: float = 300.0, progress: Callable[[Point], None] = lambda point: None
 ) -> tuple[list[Point], bool]:
-    """The points that a crossover table needs, for every policy, and whether the grid was finished before the time was up.
+    """The points of a crossover table, for every policy, and whether the grid was finished before the time was up.
 
-    The largest of a list comes first, then the others from the smallest on. Left out is a layer no smaller than one where HOT
-    won, and one no larger than one where it lost: the verdict is taken to be the same. So is one that could not run. On CUDA
-    graphs are replayed, so that it is the GPU's time: in a step the host runs ahead of it.
+    Left out is a layer that could not run. On CUDA graphs are replayed, so that it is the GPU's time: in a step the host runs
+    ahead of it.
     """
     found: list[Point] = []
     graph = bench.device.type == "cuda"
     end = time.monotonic() + seconds
     for (name, policy), row in product(bench.policies.items(), layers(bench.device.type)):
         quick = replace(bench, policies={name: policy}, baselines=(), peers=False, repeats=FEWEST, seconds=0.0)
-        for layer in [*row[-1:], *row[:-1]]:
+        for layer in row:
             plan = plan_of(layer, policy)
-            if isinstance(plan, Skip) or _is_decided(layer, plan, found):
+            if isinstance(plan, Skip):
                 continue
             if time.monotonic() > end:
                 return found, False
@@ -66,14 +65,3 @@ def points(
 def _sizes(layer: Layer) -> tuple[int, int, int]:
     """(tokens, outputs, inputs) as a crossover table has them: a convolution's inputs are its channels."""
     return layer.tokens, layer.outputs, layer.weight[1]
-
-
-def _is_decided(layer: Layer, plan: LayerPlan, points: Sequence[Point]) -> bool:
-    """Whether HOT won on a layer that is no larger in any size, or lost on one that is no smaller."""
-    sizes = _sizes(layer)
-    for point in points:
-        if (point.kind, point.plan) == (layer.kind, str(plan)):
-            pairs = list(zip(point.sizes, sizes, strict=True))
-            if all(a <= b for a, b in pairs) if point.ratio >= 1 else all(a >= b for a, b in pairs):
-                return True
-    return False

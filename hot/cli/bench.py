@@ -221,7 +221,7 @@ def _write_crossover(setup: Bench, path: Path | None, status: Any) -> None:
         )
     written = write(found, name_of(setup.device), path)
     won = sum(point.ratio >= 1 for point in found)
-    rest = "" if finished else "; the time was up before the grid was done: a layer unlike those may be left exact"
+    rest = "" if finished else "; the time was up before the grid was done: other layers do as the nearest of those"
     Console(stderr=True, soft_wrap=True).print(
         f"written: {written}, {len(found)} layers, {won} of them faster than dense{rest}", markup=False, highlight=False
     )

@@ -92,8 +92,8 @@ def test_plan_tells_a_crossover_as_json(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.usefixtures("h200")
 def test_plan_explains_a_crossover(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "hot", *VIT, "--device", "nvidia-h200", "--explain"]
-    out, _ = run(capsys, *asked, "blocks.1.attn.qkv")
-    assert "on nvidia-h200: exact: crossover, 1.25× dense only at T×O×I = 128×384×96" in out
+    out, _ = run(capsys, *asked, "blocks.1.attn.proj")
+    assert "on nvidia-h200: exact: crossover, 0.50× dense at T×O×I = 128×96×96" in out
     assert "runs: crossover, 1.25× dense" in run(capsys, *asked, "blocks.1.mlp.fc1")[0]
     assert "on nvidia-h200: no point of the crossover is for this layer" in run(capsys, *asked, "head")[0]
 
