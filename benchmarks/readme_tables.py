@@ -226,6 +226,21 @@ def agreement_table() -> str:
     return "\n".join(lines)
 
 
+def compiled_table() -> str:
+    """A step's forward and backward, exact and under `hot`, eager and compiled."""
+    rows = read("compiled_h200")
+    times = {(row["model"], row["candidate"]): row["p50_ms"] for row in rows}
+    candidates = dict.fromkeys(row["candidate"] for row in rows)
+    lines = [
+        f"| forward and backward, {machine(rows)} | {' | '.join(candidates)} |",
+        "| --- " * (len(candidates) + 1) + "|",
+    ]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        cells = [f"{float(times[model, candidate]):.2f} ms" for candidate in candidates]
+        lines.append(f"| {' | '.join([model, *cells])} |")
+    return "\n".join(lines)
+
+
 def exists(name: str) -> bool:
     """Whether there is a results file of that name."""
     return (RESULTS / f"{name}.csv").exists()
@@ -235,6 +250,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "accuracy-table": (accuracy_table, tuple(EXPERIMENTS)),
     "agreement-table": (agreement_table, ("agreement_h200",)),
     "backward-table": (backward_table, ("layers_cpu",)),
+    "compiled-table": (compiled_table, ("compiled_h200",)),
     "kernels-table": (kernels_table, ("kernels_h200",)),
     "layers-table": (layers_table, ("layers_llm_h200", "layers_vit_h200")),
     "latency-table": (latency_table, ("layers_latency_h200",)),
