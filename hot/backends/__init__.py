@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hot.backends import activation_ops as activation_ops  # with ops, declares every op
 from hot.backends import cupy as cupy  # the package, which imports no CuPy
-from hot.backends import ops as ops  # declares every op
+from hot.backends import ops as ops
 from hot.backends import triton as triton  # the package, which imports no Triton
 from hot.backends.devices import float8_from
 from hot.backends.table import (

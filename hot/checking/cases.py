@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hot.backends.activation_ops import FUNCTIONS
 from hot.backends.ops import projected_length, scale_shape
+from hot.checking import oracles
 from hot.checking.oracles import levels
 from hot.checking.sources import EDGES, Args, Source, quantizer
 from hot.errors import HotError
@@ -274,3 +276,44 @@ def _unpack4(s: Source) -> Iterator[tuple[str, Args]]:
         columns = -(-length // 2)
         packed = s.place((torch.arange(rows * columns, device="cpu") * 37 % 256).view(rows, columns).to(torch.uint8))
         yield "all bytes", {"packed": packed, "length": length}
+
+
+def _kept(s: Source, rows: int, k: int, edge: str, packed: bool, group: int) -> Args:
+    """An input (rows, k) that is kept as codes."""
+    how = ("int4" if packed else "int8"), ("block" if group else "row"), group
+    codes, scale, _ = _coded(s, rows, k, *how, edge)
+    if packed:
+        codes = s.place(oracles.pack4(codes).to(device=s.device, dtype=torch.uint8))
+    return {"codes": codes, "scale": scale, "group": group}
+
+
+KEPT = (((3, 64), False, 0), ((5, 41), True, 0), ((4, 137), False, 32), ((7, 198), True, 16), ((2, 1031), True, 64))
+"""Shapes, 4 bits a code or 8, K-block of the scale."""
+
+
+@register_cases("activation_backward")
+def _activation_backward(s: Source) -> Iterator[tuple[str, Args]]:
+    for edge in ("normal", "unit", "nan"):
+        for (shape, packed, group), function in product(KEPT, FUNCTIONS):
+            kept = _kept(s, *shape, edge, packed, group)
+            yield edge, {"g": s.values(shape), **kept, "function": function}
+    for number, edge in enumerate(EDGES):
+        shape, packed, group = KEPT[number % len(KEPT)]
+        yield edge, {"g": s.values(shape, edge), **_kept(s, *shape, "normal", packed, group), "function": "gelu"}
+    yield "empty", {"g": s.values((0, 8)), **_kept(s, 0, 8, "normal", False, 0), "function": "silu"}
+
+
+@register_cases("norm_backward")
+def _norm_backward(s: Source) -> Iterator[tuple[str, Args]]:
+    for edge in ("normal", "nan"):
+        for number, ((shape, packed, group), centered) in enumerate(product(KEPT, (True, False))):
+            kept = _kept(s, *shape, edge, packed, group)
+            weight = s.values(shape[1:]) if number % 3 else None
+            how = {"weight": weight, "eps": 1e-5, "centered": centered, "dtype": s.dtype}
+            yield edge, {"g": s.values(shape), **kept, **how}
+    for number, edge in enumerate(EDGES):
+        shape, packed, group = KEPT[number % len(KEPT)]
+        how = {"weight": s.values(shape[1:]), "eps": 1e-6, "centered": number % 2 == 0, "dtype": s.dtype}
+        yield edge, {"g": s.values(shape, edge), **_kept(s, *shape, "normal", packed, group), **how}
+    how = {"weight": None, "eps": 1e-6, "centered": True, "dtype": s.dtype}
+    yield "empty", {"g": s.values((0, 8)), **_kept(s, 0, 8, "normal", False, 0), **how}

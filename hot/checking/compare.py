@@ -252,3 +252,43 @@ def pack4(args: dict[str, Any], got: Tensor) -> Verdicts:
 
 def unpack4(args: dict[str, Any], got: Tensor) -> Verdicts:
     yield measure("codes", got, oracles.unpack4(**args), 1.0, 0.0)
+
+
+def activation_backward(args: dict[str, Any], got: Tensor) -> Verdicts:
+    """What autograd makes of the activation in float64."""
+    g, codes, scale, group, function = args.values()
+    x, grad = oracles.kept(g, codes, scale, group).requires_grad_(), exact(g)
+    with torch.enable_grad():
+        (want,) = torch.autograd.grad(oracles.activation(x, function), x, grad)
+    unit = ACTIVATION * torch.finfo(compute_dtype(g)).eps * grad.abs() * (1 + x.detach().abs())
+    yield measure(
+        "gradient", got, _as_stored(want, g.dtype), unit.nan_to_num(posinf=0.0) + _result_unit(want, g.dtype), 1.0
+    )
+
+
+ACTIVATION = 8.0
+"""How many eps the derivative of an activation may be off, which is of the size of one."""
+
+
+def norm_backward(args: dict[str, Any], got: Sequence[Tensor]) -> Verdicts:
+    """What autograd makes of the norm in float64. Errors of float32 go by the size of the row's gradient over its deviation."""
+    g, codes, scale, group, weight, eps, centered, _ = args.values()
+    x, grad = oracles.kept(g, codes, scale, group).requires_grad_(), exact(g)
+    factor = torch.ones(g.shape[1], dtype=torch.float64) if weight is None else exact(weight)
+    parameters = x, factor.requires_grad_(), torch.zeros_like(factor).requires_grad_()
+    with torch.enable_grad():
+        wants = torch.autograd.grad(oracles.norm(*parameters, eps, centered), parameters, grad)
+    x, factor = x.detach(), factor.detach()
+    spread = (x - x.mean(1, keepdim=True) if centered else x).square().mean(1, keepdim=True)
+    inner, normed = (grad * factor).abs(), (x.abs() / (spread + eps).sqrt())
+    terms = math.sqrt(max(g.shape[1], 1)) * 8 * torch.finfo(compute_dtype(g)).eps
+    row = (
+        (inner + inner.mean(1, keepdim=True))
+        * (1 + normed) ** 2
+        * (1 + normed.amax(1, keepdim=True))
+        / (spread + eps).sqrt()
+    )
+    units = row, (grad.abs() * (1 + normed) ** 2).sum(0), grad.abs().sum(0)
+    for what, each, want, unit in zip(("gradient", "of weight", "of bias"), got, wants, units, strict=True):
+        stored = _result_unit(want, each.dtype)
+        yield measure(what, each, _as_stored(want, each.dtype), (terms * unit).nan_to_num(posinf=0.0) + stored, 1.0)

@@ -201,3 +201,22 @@ def unpack4(packed: Tensor, length: int) -> Tensor:
     p = packed.cpu().long()
     half = torch.stack([p % 16, p // 16], 2).flatten(1)[:, :length]
     return torch.where(half < 8, half, half - 16)
+
+
+def kept(g: Tensor, codes: Tensor, scale: Tensor, group: int) -> Tensor:
+    """The values (rows, K) of an input that is kept as codes; uint8 ones are two a byte. g: a gradient of it."""
+    return dequantize(unpack4(codes, g.shape[1]) if codes.dtype == torch.uint8 else codes, scale, group)
+
+
+def activation(x: Tensor, function: str) -> Tensor:
+    """GELU, its approximation by tanh, or SiLU, in float64."""
+    if function == "silu":
+        return torch.nn.functional.silu(x)
+    return torch.nn.functional.gelu(x, approximate="tanh" if function == "gelu_tanh" else "none")
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, centered: bool) -> Tensor:
+    """Layer norm or RMS norm of rows, in float64."""
+    if centered:
+        return torch.nn.functional.layer_norm(x, x.shape[1:], weight, bias, eps)
+    return x / (x.square().mean(1, keepdim=True) + eps).sqrt() * weight + bias

@@ -47,7 +47,7 @@ class Launch:
     numbers, then constexprs. constants: the constexprs and the launch options.
     """
 
-    def __init__(self, kernel: Any, programs: int, numbers: Sequence[int], **constants: Any) -> None:
+    def __init__(self, kernel: Any, programs: int, numbers: Sequence[float], **constants: Any) -> None:
         self.kernel, self.grid, self.numbers, self.constants = kernel, (programs, 1, 1), tuple(numbers), constants
         self._tail = *self.numbers, *(constants[name] for name in kernel.arg_names if name in constants)
         self._compiled: dict[tuple[int, ...], Any] = {}

@@ -38,6 +38,8 @@ def is_right(op: str, dtype: str, case: Case) -> bool:
             "matmul",
             "transform_quantize",
             "grad_output_operands",
+            "activation_backward",
+            "norm_backward",
         )
     return dtype != "float64" or op not in TRANSFORMS
 

@@ -1,0 +1,98 @@
+"""Ops of other layers' backward: what activations and norms differentiate to, given their input as codes.
+
+Codes (rows, K) int8 with scales as in `dequantize`, or uint8 (rows, ⌈K/2⌉), two of 4 bits a byte as `pack4` makes them. All is
+computed in float32, in float64 where the gradient is float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hot.backends.ops import compute_dtype
+from hot.backends.table import Ops, declare_fused_op
+
+
+def _values(ops: Ops, codes: Tensor, scale: Tensor, group: int, like: Tensor) -> Tensor:
+    """The input (rows, K) that the codes stand for. like: a gradient of it."""
+    whole = ops.unpack4(codes, like.shape[1]) if codes.dtype == torch.uint8 else codes
+    values: Tensor = ops.dequantize(whole, scale, group, compute_dtype(like))
+    return values
+
+
+def _derivative(x: Tensor, function: str) -> Tensor:
+    if function == "gelu":
+        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * math.sqrt(0.5 / math.pi)
+    if function == "gelu_tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        t = torch.tanh(inner)
+        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
+    share = torch.sigmoid(x)
+    return share * (1 + x * (1 - share))
+
+
+def _activation_backward(ops: Ops, g: Tensor, codes: Tensor, scale: Tensor, group: int, function: str) -> Tensor:
+    x = _values(ops, codes, scale, group, g)
+    return (g * _derivative(x, function)).to(g.dtype)
+
+
+@declare_fused_op(_activation_backward)
+def activation_backward(g: Tensor, codes: Tensor, scale: Tensor, group: int, function: str) -> Tensor:
+    """The gradient of an activation's input, which is kept as codes: g (rows, K) float → (rows, K) in g's dtype.
+
+    function: ``gelu`` (x Φ(x)), ``gelu_tanh`` (its approximation; D. Hendrycks and K. Gimpel, 2016) or ``silu`` (x σ(x)).
+
+    Equals: torch.autograd.functional.vjp(F.gelu, dequantize(codes, scale, group, torch.float32), g.float())[1].to(g.dtype)
+    """
+    return g.new_empty(g.shape)
+
+
+FUNCTIONS = ("gelu", "gelu_tanh", "silu")
+
+
+def _norm_backward(
+    ops: Ops,
+    g: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    group: int,
+    weight: Tensor | None,
+    eps: float,
+    centered: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = _values(ops, codes, scale, group, g)
+    if centered:
+        x = x - x.mean(1, keepdim=True)
+    factor = torch.rsqrt(x.square().mean(1, keepdim=True) + eps)
+    normed, g = x * factor, g.to(x.dtype)
+    inner = g if weight is None else g * weight
+    grad = inner - normed * (inner * normed).mean(1, keepdim=True)
+    if centered:
+        grad = grad - inner.mean(1, keepdim=True)
+    return (grad * factor).to(dtype), (g * normed).sum(0), g.sum(0)
+
+
+@declare_fused_op(_norm_backward)
+def norm_backward(
+    g: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    group: int,
+    weight: Tensor | None,
+    eps: float,
+    centered: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a norm over rows, whose input is kept as codes: g (rows, K) float, weight (K,) or None.
+
+    centered: layer norm, (x − mean) / √(var + eps); else RMS norm, x / √(mean x² + eps). Statistics are those of what the codes
+    say, so that the gradient is that of a norm exactly. Returns the gradient of x (rows, K) in dtype, and in float32 (float64)
+    those of the weight and of a bias behind it, (K,) each.
+
+    Equals: torch.autograd.functional.vjp(lambda x, w, b: F.layer_norm(x, (K,), w, b, eps), (dequantize(…), weight, bias), g)[1]
+    """
+    wide = compute_dtype(g)
+    return g.new_empty(g.shape, dtype=dtype), g.new_empty(g.shape[1:], dtype=wide), g.new_empty(g.shape[1:], dtype=wide)
