@@ -208,6 +208,25 @@ def matmul(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
+def _quantize_pack4(
+    ops: Ops, x: Tensor, format: str, granularity: str, group: int, rounding: str, clip: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    codes, scale = ops.quantize(x, format, granularity, group, rounding, clip)
+    return ops.pack4(codes), scale
+
+
+@declare_fused_op(_quantize_pack4)
+def quantize_pack4(
+    x: Tensor, format: str, granularity: str, group: int, rounding: str, clip: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """Codes of up to four bits, two a byte, and their scale: x (rows, K) float → uint8 (rows, ⌈K/2⌉), scale as of `quantize`.
+
+    Equals: codes, scale = quantize(x, format, granularity, group, rounding, clip); (pack4(codes), scale)
+    """
+    packed = x.new_empty((x.shape[0], -(-x.shape[1] // 2)), dtype=torch.uint8)
+    return packed, x.new_empty(scale_shape(x.shape[0], x.shape[1], granularity, group), dtype=torch.float32)
+
+
 def _transform_quantize(
     ops: Ops,
     x: Tensor,

@@ -153,6 +153,21 @@ def _quantize(s: Source) -> Iterator[tuple[str, Args]]:
         yield "ties", {"x": s.ties((4, 137), limit, how["group"]), **how}
 
 
+@register_cases("quantize_pack4")
+def _quantize_pack4(s: Source) -> Iterator[tuple[str, Args]]:
+    ways = (
+        quantizer("int4"),
+        quantizer("int4", "block", 16, "hashed"),
+        quantizer("int3", "row", 0, "pseudo_stochastic"),
+        quantizer("int4", "block", 64),
+        quantizer("int2", "tensor"),
+    )
+    for edge in ("normal", *EDGES):
+        for shape, how in zip(((3, 64), (5, 41), (4, 137), (7, 198), (2, 1031)), ways, strict=True):
+            yield edge, {"x": s.values(shape, edge), **how}
+    yield "empty", {"x": s.values((0, 8)), **ways[0]}
+
+
 @register_cases("transform_quantize")
 def _transform_quantize(s: Source) -> Iterator[tuple[str, Args]]:
     shapes = ((5, 1, 64), (3, 2, 41), (4, 3, 137), (2, 2, 197), (41, 1, 341), (7, 3, 16))

@@ -21,6 +21,7 @@ TRANSFORMS = ("hadamard", "project", "expand")
 ONE_DTYPE = ("pack4", "unpack4")  # ops on codes alone
 COMPARE: dict[str, Callable[[dict[str, Any], Any], Verdicts]] = {
     "quantize": compare.quantize,
+    "quantize_pack4": compare.quantize_pack4,
     "dequantize": compare.dequantize,
     "pack4": compare.pack4,
     "unpack4": compare.unpack4,

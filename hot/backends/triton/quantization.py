@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hot.backends.devices import on_device
 from hot.backends.layouts import FLOATS, cdiv, power_of_2
-from hot.backends.ops import MANTISSA, code_dtype, is_tiled, scale_shape
+from hot.backends.ops import MANTISSA, bits_of, code_dtype, is_tiled, scale_shape
 from hot.backends.table import register_kernel
 from hot.backends.triton import rounding
 from hot.backends.triton.encoding import coding, encode
@@ -62,8 +62,9 @@ def _load(x, row, column, x_row, x_column, mask):
 def groups_kernel(
     x, codes, scale, random, rows, k, span, x_row, x_column, R: tl.constexpr, C: tl.constexpr, INNERMOST: tl.constexpr,
     KIND: tl.constexpr, ROUNDING: tl.constexpr, LIMIT: tl.constexpr, M: tl.constexpr, BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """C ≥ span: every row of the tile is one scale group."""
+    """C ≥ span: every row of the tile is one scale group. PACKED: two codes a byte, of an even span if there are several."""
     first, run, left = _corner(rows, k, span, R, C, INNERMOST)
     row, column, mask = _spread(first, run, left, rows, k, span, R, C)
     values = _load(x, row, column, x_row, x_column, mask)
@@ -73,7 +74,15 @@ def groups_kernel(
     target = (row * k)[:, None] + column[None, :]
     noise = tl.load(random + target, mask=mask, other=0.0) if ROUNDING == "stochastic" else 0.0
     code = encode(values, factor[:, None], noise, row, left, k, R, C, KIND, ROUNDING, LIMIT, M, BIAS)
-    tl.store(codes + target, code, mask=mask)
+    if PACKED:
+        even, odd = tl.split(tl.reshape(code, (R, C // 2, 2)))
+        length = tl.cdiv(k, 2)
+        half = tl.arange(0, C // 2)
+        inside = (row < rows)[:, None] & (half < tl.cdiv(tl.minimum(span, k - left), 2))[None, :]
+        at = (row * length)[:, None] + (left // 2 + half)[None, :]
+        tl.store(codes + at, (even & 15) | (odd << 4), mask=inside)
+    else:
+        tl.store(codes + target, code, mask=mask)
 
 
 @triton.jit
@@ -184,12 +193,13 @@ class _Quantization:
 
     def __init__(
         self, rows: int, k: int, strides: tuple[int, ...], dtype: torch.dtype,
-        format: str, granularity: str, group: int, rounding: str,
+        format: str, granularity: str, group: int, rounding: str, packed: bool,
     ) -> None:  # fmt: skip
         self.rows, self.k, self.per = rows, k, "row" if granularity == "block" else granularity
         self.span = min(group, k) if granularity == "block" else k
         self.numbers = rows, k, self.span, *strides
-        self.room = (rows, k), code_dtype(format)
+        self.packed, width = packed, cdiv(k, 2) if packed else k
+        self.room = (rows, width), torch.uint8 if packed else code_dtype(format)
         self.scales, self.noisy = scale_shape(rows, k, granularity, group), rounding == "stochastic"
         self.innermost = _innermost(rows, strides)
         self.one_pass = (
@@ -209,7 +219,7 @@ class _Quantization:
         how = {"num_warps": settings["num_warps"], "enable_fp_fusion": False}
         tiles = {"R": r, "C": c, "INNERMOST": self.innermost}
         if self.one_pass:
-            return (Launch(groups_kernel, programs, self.numbers, **how, **tiles, **self.given),)
+            return (Launch(groups_kernel, programs, self.numbers, **how, **tiles, **self.given, PACKED=self.packed),)
         return (
             Launch(largest_kernel, programs, self.numbers, **how, **tiles, PER=self.per),
             Launch(codes_kernel, programs, self.numbers, **how, **tiles, PER=self.per, **self.given),
@@ -219,7 +229,7 @@ class _Quantization:
         shape, dtype = self.room
         codes = torch.empty(shape, dtype=dtype, device=x.device)
         scale = torch.empty(self.scales, dtype=torch.float32, device=x.device)
-        random = torch.rand(shape, dtype=torch.float32, device=x.device) if self.noisy else scale
+        random = torch.rand(x.shape, dtype=torch.float32, device=x.device) if self.noisy else scale
         bytes = codes.view(torch.uint8)
 
         def run(settings: Config) -> None:
@@ -247,7 +257,26 @@ def quantize(
         codes = torch.empty(x.shape, dtype=code_dtype(format), device=x.device)
         shape = scale_shape(x.shape[0], x.shape[1], granularity, group)
         return codes, torch.full(shape, torch.finfo(torch.float32).tiny, dtype=torch.float32, device=x.device)
-    return _quantization(*x.shape, x.stride(), x.dtype, format, granularity, group, rounding)(x)
+    return _quantization(*x.shape, x.stride(), x.dtype, format, granularity, group, rounding, False)(x)
+
+
+def _supports_packed(
+    x: Tensor, format: str, granularity: str, group: int, rounding: str, clip: Sequence[float]
+) -> bool:
+    """Whole groups in registers, pairs of neighbours in one of them."""
+    if granularity not in ("row", "block") or not format.startswith("int") or "." in format or not x.numel():
+        return False
+    span = min(group, x.shape[1]) if granularity == "block" else x.shape[1]
+    pairs = granularity == "row" or group % 2 == 0
+    fits = power_of_2(span) <= LARGEST_TILE and not _innermost(x.shape[0], x.stride()) and bits_of(format) <= 4
+    return fits and pairs and _supports(x, format, granularity, group, rounding, clip)
+
+
+@register_kernel("quantize_pack4", backend="triton", supports=_supports_packed)
+def quantize_pack4(
+    x: Tensor, format: str, granularity: str, group: int, rounding: str, clip: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    return _quantization(*x.shape, x.stride(), x.dtype, format, granularity, group, rounding, True)(x)
 
 
 def _serves(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> bool:
@@ -291,8 +320,9 @@ _CODED = {"codes": "*u8", "scale": "*fp32", "random": "*fp32"}
 _WIDE, _TALL = {"x_column": 1, "R": 8, "C": 512, "INNERMOST": False}, {"x_row": 1, "R": 32, "C": 128, "INNERMOST": True}
 
 
-def _groups(dtype: str, format: str, rounding: str, layout: dict[str, Any]) -> Specimen:
-    return specimen(groups_kernel, {"x": dtype, **_CODED}, ROUNDING=rounding, **layout, **coding(format)._asdict())
+def _groups(dtype: str, format: str, rounding: str, layout: dict[str, Any], packed: bool = False) -> Specimen:
+    how = {"ROUNDING": rounding, "PACKED": packed, **layout, **coding(format)._asdict()}
+    return specimen(groups_kernel, {"x": dtype, **_CODED}, **how)
 
 
 def _codes(per: str) -> Specimen:
@@ -310,6 +340,8 @@ SPECIMENS = [
     _groups("*fp32", "int8", "stochastic", _WIDE),
     _groups("*fp64", "log4", "nearest", _WIDE),
     _groups("*fp16", "e4m3", "hashed", _TALL),
+    _groups("*bf16", "int4", "hashed", _WIDE, True),
+    _groups("*fp32", "int3", "nearest", _WIDE, True),
     *(specimen(largest_kernel, {"x": "*bf16", "top": "*i32"}, PER=per, **_WIDE) for per in ("row", "token", "tensor")),
     specimen(largest_kernel, {"x": "*fp64", "top": "*i64"}, PER="token", **_TALL),
     *(_codes(per) for per in ("row", "token", "tensor")),
