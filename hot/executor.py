@@ -19,11 +19,12 @@ from hot.backends.ops import in_float8
 from hot.backends.streams import Aside
 from hot.crossover import leaves_exact
 from hot.errors import HotError
-from hot.policies.buffers import UNTRANSFORMED, Raw
+from hot.policies.buffers import UNTRANSFORMED, Raw, Recomputed
 from hot.policies.encode import encode
 from hot.policies.plan import GradInputPlan, LayerPlan
 from hot.policies.quantizers import Operand
 from hot.policies.transforms import Transform
+from hot.recipes import Recipe, recipe_of
 from hot.sharing import shared
 from hot.views import LinearView, View, conv2d_view
 
@@ -116,10 +117,11 @@ class Hot(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
         y = view.forward(x, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
+        recipe = None if torch.compiler.is_compiling() or not isinstance(plan.buffer, Recomputed) else recipe_of(x)
         with as_written(x):  # autocast would cast the transforms' own products
-            kept = keep(x, y.dtype, plan, view) if needs_weight and x.numel() else ()
+            kept = keep(x, y.dtype, plan, view, recipe) if needs_weight and x.numel() else ()
         ctx.save_for_backward(weight if needs_input else None, *kept)
-        ctx.plan, ctx.view = plan, view
+        ctx.plan, ctx.view, ctx.recipe = plan, view, None if recipe is None else recipe.without_tensors()
         ctx.like = _Like(
             x.shape,
             x.dtype,
@@ -139,7 +141,7 @@ class Hot(torch.autograd.Function):
             return (*ctx.like.empty_product(g, ctx.needs_input_grad[:3], ctx.view), None, None)
         with as_written(g):  # as in forward; backward may be called under autocast
             needs = ctx.needs_input_grad[:3]
-            return (*_backward(g, weight, tuple(kept), needs, ctx.plan, ctx.view, ctx.like), None, None)
+            return (*_backward(g, weight, tuple(kept), needs, ctx.plan, ctx.view, ctx.like, ctx.recipe), None, None)
 
 
 def _backward(
@@ -150,6 +152,7 @@ def _backward(
     plan: LayerPlan,
     view: View,
     like: _Like,
+    recipe: Recipe | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of input, weight and bias; None for one that nobody needs."""
     needs_input, needs_weight, needs_bias = needs
@@ -178,21 +181,26 @@ def _backward(
         exact = view.exact_grad_input(g, like.x_shape, weight.to(g.dtype), like.x_format)
         grad_input = exact.to(like.x_dtype).contiguous(memory_format=like.x_format)
     if needs_weight:
-        grad_weight = _grad_weight(g, tokens, kept, draw, for_weight, plan, view, like, ops)
+        grad_weight = _grad_weight(g, tokens, kept, draw, for_weight, plan, view, like, ops, recipe)
     aside.join()
     if needs_bias:
         grad_bias = (view.exact_grad_bias(g) if grad_bias is None else grad_bias).to(like.bias_dtype)
     return grad_input, grad_weight, grad_bias
 
 
-def keep(x: Tensor, dtype: torch.dtype, plan: LayerPlan, view: View) -> tuple[Tensor, ...]:
-    """What forward saves of x: the draw, if there is one, then what the buffer saves. dtype: what the product ran in."""
+def keep(
+    x: Tensor, dtype: torch.dtype, plan: LayerPlan, view: View, recipe: Recipe | None = None
+) -> tuple[Tensor, ...]:
+    """What forward saves of x: the draw, if there is one, then what the buffer saves, or what a recipe makes x of. dtype: what
+    the product ran in."""
     path, buffer = plan.grad_weight, plan.buffer
 
     def make() -> tuple[Tensor, ...]:
         if _keeps_input(plan):
             return (x.to(dtype),)
         draw = path.transform.draw(x.device)
+        if recipe is not None:
+            return recipe.tensors if draw is None else (draw, *recipe.tensors)
         ops = get_ops(plan.backend, x.device.type)
         saved = buffer.save(view.input_rows(x), path.transform, path.input, ops, draw)
         return saved if draw is None else (draw, *saved)
@@ -334,14 +342,19 @@ def _grad_weight(
     view: View,
     like: _Like,
     ops: Ops,
+    recipe: Recipe | None,
 ) -> Tensor:
     """g_w = g_yᵀ x in the shape, dtype and format of the weight."""
     path = plan.grad_weight
+    held: Tensor | Operand
     if _keeps_input(plan):
         grad = view.exact_grad_weight(g, kept[0].to(g.dtype), like.weight_shape, like.weight_format)
     else:
         a = operand or encode(tokens.permute(2, 0, 1), path.transform, path.grad_output, ops, draw)
-        held = plan.buffer.load(kept, view.rows_shape(like.x_shape), path.transform, path.input, ops)
+        if recipe is not None:
+            held = view.input_rows(recipe.make(kept))
+        else:
+            held = plan.buffer.load(kept, view.rows_shape(like.x_shape), path.transform, path.input, ops)
         if isinstance(held, Tensor):
             held = encode(view.product_rows(held, like.x_shape), path.transform, path.input, ops, draw)
         grad = _product(a, held, like.weight_dtype, g.dtype, ops).view(like.weight_shape)

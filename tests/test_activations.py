@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hot
-from hot.activations import pack_bits, unpack_bits
+from hot.activations.bits import pack_bits, unpack_bits
+from hot.activations.kept import layout_of
 from hot.memory import saved_bytes
 from hot.train.models import Vit
 
@@ -144,15 +145,16 @@ def test_dropout_draws_as_torch_does(p: float, training: bool) -> None:
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1][0], expected[1][0])
 
 
-def test_attention_that_draws_is_left_to_torch() -> None:
+def test_attention_draws_the_same_again_and_nothing_of_what_comes_after() -> None:
     def draws(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
 
-    module, inputs = Op(draws), [torch.randn(2, 3, 10, 16) for _ in range(3)]
-    expected = run(module, *inputs)
+    module, inputs = Op(draws), [held_by_int8((2, 3, 10, 16)) for _ in range(3)]
+    expected, after = run(module, *inputs), torch.rand(3)
     hot.convert(module, policy(scaled_dot_product_attention=INT8))
-    got = run(module, *inputs)
-    assert all(torch.equal(a, b) for a, b in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True))
+    got, then = run(module, *inputs), torch.rand(3)
+    assert torch.equal(got[0], expected[0]) and torch.equal(after, then)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got[1], expected[1], strict=True))
 
 
 def test_nothing_is_saved_where_nothing_is_differentiated() -> None:
@@ -217,10 +219,13 @@ def held_by_int8(shape: tuple[int, ...]) -> Tensor:
     return x / 32
 
 
+FUSED = ("layer_norm", "gelu", "silu")
+
+
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("name", [name for name, (op, *_) in OPS.items() if op not in ("relu", "dropout")])
 def test_where_codes_hold_the_values_gradients_are_torchs(name: str, low: bool) -> None:
-    """To the bit, under autocast too: what runs again runs in the dtype that it ran in."""
+    """To the bit, under autocast too: what runs again runs in the dtype that it ran in. A backward of our own rounds otherwise."""
     op, build, count = OPS[name]
     torch.manual_seed(0)
     module, inputs = build(), [held_by_int8((3, 7, 10, 48)) for _ in range(count)]
@@ -232,7 +237,8 @@ def test_where_codes_hold_the_values_gradients_are_torchs(name: str, low: bool) 
 
     exact = grads()
     hot.convert(module, policy(**{op: INT8}))
-    assert all(torch.equal(a, b) for a, b in zip(exact, grads(), strict=True))
+    for a, b in zip(exact, grads(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5) if op in FUSED else torch.equal(a, b)
 
 
 def test_relu_lets_pass_what_torchs_does() -> None:
@@ -312,6 +318,20 @@ def test_a_transformer_trains_on_less() -> None:
     (first, exact, all_bytes), (same, memory, fewer) = train("exact"), train("memory")
     assert first == same and memory < 0.7 * first and abs(memory - exact) < 0.35 * first
     assert fewer < 0.36 * all_bytes
+
+
+@given(st.data())
+def test_a_layout_is_a_view_and_comes_back(data: st.DataObject) -> None:
+    """Any permutation of a tensor with gaps; a slice of a projection is not copied."""
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    wide = torch.randn([2 * n for n in shape])
+    parts = [slice(start, start + n) for n in shape for start in [data.draw(st.integers(0, n))]]
+    x = wide[tuple(parts)].permute(data.draw(st.permutations(range(len(shape)))))
+    layout = layout_of(x.shape, x.stride())
+    assert torch.equal(layout.tensor(layout.matrix(x).clone()), x)
+    q = torch.randn(2, 5, 3 * 4 * 8)[..., :32].unflatten(-1, (4, 8)).transpose(1, 2)
+    matrix = layout_of(q.shape, q.stride()).matrix(q)
+    assert matrix.shape == (10, 32) and matrix.data_ptr() == q.data_ptr()
 
 
 @given(st.lists(st.integers(0, 5), max_size=3), st.integers(0, 2**31))

@@ -99,7 +99,8 @@ class Quantized(Buffer):
     def save(
         self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None
     ) -> tuple[Tensor, ...]:
-        return self.keep(encode(x, UNTRANSFORMED, self.quantizer, ops), ops)
+        codes, scale, _ = encode(x, UNTRANSFORMED, self.quantizer, ops)
+        return (codes,) if scale is None else (self.quantizer.store(codes, ops), scale)
 
     def load(
         self,
@@ -111,9 +112,18 @@ class Quantized(Buffer):
     ) -> Tensor | Operand:
         return self.values(saved, shape[1] * shape[2], torch.float32, ops).view(shape)
 
-    def keep(self, operand: Operand, ops: Any) -> tuple[Tensor, ...]:
-        """The tensors that are kept of codes (rows, K): they and their scale, or values that have none as they are."""
-        codes, scale, _ = operand
+    @property
+    def is_plain(self) -> bool:
+        """Whether `keep` gives codes as the ops read them, and their scale: not values, nor codes that are stored otherwise."""
+        return self.quantizer.spec is not None and type(self.quantizer).store is Quantizer.store
+
+    def keep(self, x: Tensor, ops: Any) -> tuple[Tensor, ...]:
+        """What is kept of values (rows, K): their codes and scale, or they themselves where there are none."""
+        spec = self.quantizer.spec
+        if spec is not None and self.is_plain and self.quantizer.code_bits <= 4:
+            packed: tuple[Tensor, Tensor] = ops.quantize_pack4(x, **spec)
+            return packed
+        codes, scale, _ = self.quantizer.encode(x, ops)
         return (codes,) if scale is None else (self.quantizer.store(codes, ops), scale)
 
     def values(self, kept: tuple[Tensor, ...], length: int, dtype: torch.dtype, ops: Any) -> Tensor:
@@ -155,3 +165,9 @@ class Packed(Buffer):
         spec = quantizer.spec
         k = shape[1] * transform.projected_length(shape[2])
         return Operand(quantizer.restore(saved[0], k, ops), saved[1], spec["group"] if spec else 0)
+
+
+@register_buffer("recomputed")
+class Recomputed(Packed):
+    """Nothing of its own where an `activations:` rule keeps codes that x is made of (those of the GELU before it): backward
+    makes x again of them, and then the operand. Elsewhere as `packed`."""

@@ -1,0 +1,137 @@
+"""Which calls of torch's functions save what a plan says, and by whom they are served."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hot.activations import bits
+from hot.activations.fused import activation, norm
+from hot.activations.kept import can_keep
+from hot.activations.recomputed import recomputed
+from hot.policies.activations import ActivationPlan
+from hot.policies.params import Params
+
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+_active = threading.local()
+
+
+@contextmanager
+def saving(plan: ActivationPlan) -> Iterator[None]:
+    """Inside, ops save what a plan says. Nothing changes where nothing is differentiated, and in compiled graphs, whose
+    compiler decides itself what to keep."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or getattr(_active, "plan", None) == plan:
+        yield
+        return
+    before = getattr(_active, "plan", None)
+    _active.plan = plan
+    try:
+        with _Saving(plan) if plan.buffers else nullcontext():
+            yield
+    finally:
+        _active.plan = before
+
+
+class _Saving(TorchFunctionMode):
+    def __init__(self, plan: ActivationPlan) -> None:
+        super().__init__()
+        self.plan, self.buffers = plan, dict(plan.buffers)
+
+    def __torch_function__(self, function: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        kwargs = kwargs or {}
+        op = _OPS.get(function)
+        innermost = _active.plan == self.plan  # the plan of a module inside another's speaks for all of its ops
+        if op not in self.buffers or not innermost or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return SERVED[op][1](function, args, kwargs, self.buffers[op], self.plan.backend)
+
+
+def _named(names: tuple[str, ...], args: Args, kwargs: Kwargs, *wanted: str) -> list[Any]:
+    """The arguments of some names, of parameters in the order of `names`; None for what is not given."""
+    return [args[i] if (i := names.index(name)) < len(args) else kwargs.get(name) for name in wanted]
+
+
+def _differentiates(*tensors: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def _gelu(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    x, approximate = _named(("input", "approximate"), args, kwargs, "input", "approximate")
+    if not can_keep(x) or not x.requires_grad:
+        return function(*args, **kwargs)
+    if not buffer.is_plain:
+        return recomputed(function, [x], args, kwargs, buffer, backend)
+    name = "gelu_tanh" if approximate == "tanh" else "gelu"
+    return activation(partial(F.gelu, approximate=approximate or "none"), x, name, buffer, backend)
+
+
+def _silu(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    x, inplace = _named(("input", "inplace"), args, kwargs, "input", "inplace")
+    if inplace or not can_keep(x) or not x.requires_grad:
+        return function(*args, **kwargs)
+    if not buffer.is_plain:
+        return recomputed(function, [x], args, kwargs, buffer, backend)
+    return activation(F.silu, x, "silu", buffer, backend)
+
+
+def _layer_norm(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    names = "input", "normalized_shape", "weight", "bias", "eps"
+    x, shape, weight, bias, eps = _named(names, args, kwargs, *names)
+    if not can_keep(x) or not _differentiates(x, weight, bias):
+        return function(*args, **kwargs)
+    if not buffer.is_plain or (weight is None) != (bias is None):
+        return recomputed(function, [x], args, kwargs, buffer, backend)
+    call = partial(function, *args, **kwargs)
+    return norm(call, x, tuple(shape), weight, bias, 1e-5 if eps is None else eps, True, buffer, backend)
+
+
+def _rms_norm(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    names = "input", "normalized_shape", "weight", "eps"
+    x, shape, weight, eps = _named(names, args, kwargs, *names)
+    if not can_keep(x) or not _differentiates(x, weight):
+        return function(*args, **kwargs)
+    if not buffer.is_plain or eps is None:  # the least difference of whatever dtype it then runs in
+        return recomputed(function, [x], args, kwargs, buffer, backend)
+    return norm(partial(function, *args, **kwargs), x, tuple(shape), weight, None, eps, False, buffer, backend)
+
+
+def _group_norm(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    return recomputed(function, _named(("input",), args, kwargs, "input"), args, kwargs, buffer, backend)
+
+
+def _attention(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    names = "query", "key", "value", "attn_mask", "dropout_p"
+    *inputs, probability = _named(names, args, kwargs, "query", "key", "value", "dropout_p")
+    return recomputed(function, inputs, args, kwargs, buffer, backend, draws=bool(probability))
+
+
+def _relu(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    return bits.relu(function, *args, **kwargs)
+
+
+def _dropout(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    return bits.dropout(function, *args, **kwargs)
+
+
+Serve = Callable[[Any, Args, Kwargs, Params, str], Any]
+SERVED: dict[str, tuple[tuple[Callable[..., Any], ...], Serve]] = {
+    "layer_norm": ((F.layer_norm, torch.layer_norm), _layer_norm),
+    "rms_norm": ((F.rms_norm, torch.rms_norm), _rms_norm),
+    "group_norm": ((F.group_norm, torch.group_norm), _group_norm),
+    "gelu": ((F.gelu,), _gelu),
+    "silu": ((F.silu,), _silu),
+    "scaled_dot_product_attention": ((F.scaled_dot_product_attention,), _attention),
+    "relu": ((F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_), _relu),
+    "dropout": ((F.dropout,), _dropout),
+}
+"""By op: the functions that it is called by, and who serves a call."""
+_OPS = {function: op for op, (functions, _) in SERVED.items() for function in functions}

@@ -1,0 +1,91 @@
+"""What is kept of an op's input: codes of a matrix whose rows run along memory, and the way back to the tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hot.backends import Ops, get_ops
+from hot.policies.buffers import Quantized
+from hot.sharing import shared
+
+
+class Layout(NamedTuple):
+    """How a tensor of a shape is a matrix (-1, k): its axes in this order, the last ones as columns."""
+
+    shape: torch.Size
+    order: tuple[int, ...]
+    k: int
+
+    def matrix(self, t: Tensor) -> Tensor:
+        """t, of the tensor's shape, as the matrix: a view where it lies in memory so."""
+        return t.permute(self.order).reshape(-1, self.k)
+
+    def tensor(self, matrix: Tensor) -> Tensor:
+        """The inverse of `matrix`: a view."""
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return matrix.view([self.shape[axis] for axis in self.order]).permute(back)
+
+
+@lru_cache(maxsize=4096)
+def layout_of(shape: torch.Size, strides: tuple[int, ...]) -> Layout:
+    """Axes from the farthest to the nearest in memory, and as few of them as columns as lets the others be evenly spaced rows:
+    (B, heads, T, d), cut out of one projection (B, T, 3 · heads · d), is a matrix (B · T, heads · d)."""
+    order = tuple(sorted(range(len(shape)), key=lambda axis: (-strides[axis], axis)))
+    sizes, steps = [shape[axis] for axis in order], [strides[axis] for axis in order]
+    for first in range(len(order) - 1, -1, -1):
+        rows = [(n, step) for n, step in zip(sizes[:first], steps[:first], strict=True) if n > 1]
+        if all(a[1] == b[0] * b[1] for a, b in pairwise(rows)):
+            return Layout(shape, order, math.prod(sizes[first:]))
+    raise AssertionError("a tensor without rows is one row")
+
+
+def rows_of(shape: torch.Size, k: int) -> Layout:
+    """The layout whose rows are runs of k elements, as torch counts them: those of a norm."""
+    return Layout(shape, tuple(range(len(shape))), k)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tensors that stand for x, of a dtype, between forward and backward."""
+
+    tensors: tuple[Tensor, ...]
+    layout: Layout
+    dtype: torch.dtype
+    buffer: Quantized
+    backend: str
+
+    @staticmethod
+    def of(x: Tensor, buffer: Quantized, backend: str, layout: Layout | None = None) -> Kept:
+        """Codes of x; ops that read one x share them."""
+        found = layout or layout_of(x.shape, x.stride())
+
+        def make() -> tuple[Tensor, ...]:
+            return buffer.keep(found.matrix(x.detach()), get_ops(backend, x.device.type))
+
+        return Kept(shared(x, ("activation", buffer, backend, found), make), found, x.dtype, buffer, backend)
+
+    @property
+    def group(self) -> int:
+        spec = self.buffer.quantizer.spec
+        return spec["group"] if spec else 0
+
+    def values(self, tensors: tuple[Tensor, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """x again, from what its tensors became: autograd hands other objects back."""
+        ops: Ops = get_ops(self.backend, tensors[0].device.type)
+        return self.layout.tensor(self.buffer.values(tensors, self.layout.k, dtype or self.dtype, ops))
+
+    def without_tensors(self) -> Kept:
+        """What a graph may hold beside the tensors that it saves itself."""
+        return Kept((), self.layout, self.dtype, self.buffer, self.backend)
+
+
+def can_keep(*tensors: object) -> bool:
+    """Whether codes are made of these: plain tensors of floats."""
+    return all(type(x) is Tensor and x.is_floating_point() and x.dim() and x.numel() for x in tensors)

@@ -1,0 +1,38 @@
+"""Results that need not be kept: those that an op can make again of codes that it keeps anyway.
+
+Found, as in `hot.sharing`, by the identity of the result, held by a weak reference, and by its version.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Recipe(NamedTuple):
+    """make(tensors) is the result again, of its shape and dtype, as the codes have it."""
+
+    tensors: tuple[Tensor, ...]
+    make: Callable[[tuple[Tensor, ...]], Tensor]
+
+    def without_tensors(self) -> Recipe:
+        """What a graph may hold beside the tensors that it saves itself."""
+        return Recipe((), self.make)
+
+
+_recipes: dict[int, tuple[weakref.ref[Tensor], int, Recipe]] = {}
+
+
+def remember(y: Tensor, tensors: tuple[Tensor, ...], make: Callable[[tuple[Tensor, ...]], Tensor]) -> None:
+    """Say how y is made again, for as long as somebody holds it and does not change it."""
+    slot = id(y)
+    _recipes[slot] = weakref.ref(y, lambda _: _recipes.pop(slot, None)), y._version, Recipe(tensors, make)
+
+
+def recipe_of(y: Tensor) -> Recipe | None:
+    """How y is made again, if anybody said so and it was not changed since."""
+    entry = _recipes.get(id(y))
+    return entry[2] if entry is not None and entry[0]() is y and entry[1] == y._version else None
