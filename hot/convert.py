@@ -15,7 +15,7 @@ from typing import Any, ClassVar, SupportsIndex
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hot.activations import saving
+from hot.activations import saving, unwatched
 from hot.backends.table import require
 from hot.errors import ConversionError
 from hot.executor import conv2d, linear
@@ -53,7 +53,8 @@ class HotLinear(_Converted, nn.Linear):
     hot_base: ClassVar[type[nn.Module]] = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, self.hot_plan)
+        with unwatched():
+            return linear(input, self.weight, self.bias, self.hot_plan)
 
 
 class HotConv2d(_Converted, nn.Conv2d):
@@ -66,7 +67,8 @@ class HotConv2d(_Converted, nn.Conv2d):
         if self.padding_mode != "zeros":  # torch pads by itself then, and convolves without
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = (0, 0)
-        return conv2d(input, self.weight, self.bias, self.hot_plan, self.stride, padding, self.dilation)  # type: ignore[arg-type]
+        with unwatched():
+            return conv2d(input, self.weight, self.bias, self.hot_plan, self.stride, padding, self.dilation)  # type: ignore[arg-type]
 
 
 class _Scoped(_Converted):

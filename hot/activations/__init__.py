@@ -7,6 +7,6 @@
 `calls` finds the calls, by torch's function modes; so norms and attention inside foreign modules are served too.
 """
 
-from hot.activations.calls import saving
+from hot.activations.calls import saving, unwatched
 
-__all__ = ["saving"]
+__all__ = ["saving", "unwatched"]

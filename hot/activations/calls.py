@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from hot.activations import bits
 from hot.activations.fused import activation, norm
@@ -41,6 +41,12 @@ def saving(plan: ActivationPlan) -> Iterator[None]:
         _active.plan = before
 
 
+def unwatched() -> AbstractContextManager[object]:
+    """Inside, nothing is looked for: for code of our own, which would pay for every tensor's every attribute."""
+    watches = not torch.compiler.is_compiling() and isinstance(_get_current_function_mode(), _Saving)
+    return _pop_mode_temporarily() if watches else nullcontext()
+
+
 class _Saving(TorchFunctionMode):
     def __init__(self, plan: ActivationPlan) -> None:
         super().__init__()
@@ -49,8 +55,10 @@ class _Saving(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         op = _OPS.get(function)
+        if op is None or op not in self.buffers:
+            return function(*args, **kwargs)
         innermost = _active.plan == self.plan  # the plan of a module inside another's speaks for all of its ops
-        if op not in self.buffers or not innermost or not torch.is_grad_enabled():
+        if not innermost or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         return SERVED[op][1](function, args, kwargs, self.buffers[op], self.plan.backend)
 

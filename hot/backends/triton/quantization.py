@@ -145,9 +145,8 @@ def dequantize_kernel(
     if PER == "row":
         own = tl.load(scale + row * scale_row, mask=row < rows, other=0.0)[:, None]
     else:
-        own = tl.load(
-            scale + (row * scale_row)[:, None] + (column // group * scale_column)[None, :], mask=mask, other=0.0
-        )
+        block = (column.to(tl.int32) // group).to(tl.int64)  # a division in 64 bits takes as long as all the rest
+        own = tl.load(scale + (row * scale_row)[:, None] + (block * scale_column)[None, :], mask=mask, other=0.0)
     v = rounding.float8_floats(code, M) if M > 0 else code.to(tl.float32)
     if out.dtype.element_ty == tl.float64:
         v = v.to(tl.float64) * own.to(tl.float64)
