@@ -24,7 +24,7 @@ def activation(call: Callable[[Tensor], Tensor], x: Tensor, name: str, buffer: Q
     with as_written(x):
         kept = Kept.of(x, buffer, backend)
     y: Tensor = Activation.apply(x, call, name, kept)
-    remember(y, kept.tensors, _Again(call, kept.without_tensors()))
+    remember(y, kept.tensors, _Again(name, kept.without_tensors()))
     return y
 
 
@@ -32,11 +32,12 @@ def activation(call: Callable[[Tensor], Tensor], x: Tensor, name: str, buffer: Q
 class _Again:
     """What an activation gave, from the codes of its input."""
 
-    call: Callable[[Tensor], Tensor]
+    name: str
     kept: Kept
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return self.call(self.kept.values(tensors))
+        kept, ops = self.kept, get_ops(self.kept.backend, tensors[0].device.type)
+        return kept.layout.tensor(ops.activation(*tensors, kept.group, kept.layout.k, self.name, kept.dtype))
 
 
 class Activation(torch.autograd.Function):

@@ -9,17 +9,40 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hot.backends.ops import compute_dtype
 from hot.backends.table import Ops, declare_fused_op
 
+FUNCTIONS = ("gelu", "gelu_tanh", "silu")
+"""x Φ(x), its approximation (D. Hendrycks and K. Gimpel, 2016), x σ(x)."""
 
-def _values(ops: Ops, codes: Tensor, scale: Tensor, group: int, like: Tensor) -> Tensor:
-    """The input (rows, K) that the codes stand for. like: a gradient of it."""
-    whole = ops.unpack4(codes, like.shape[1]) if codes.dtype == torch.uint8 else codes
-    values: Tensor = ops.dequantize(whole, scale, group, compute_dtype(like))
+
+def _input(ops: Ops, codes: Tensor, scale: Tensor, group: int, length: int, dtype: torch.dtype) -> Tensor:
+    """The input (rows, length) that the codes stand for, in float32, or float64 where dtype is."""
+    whole = ops.unpack4(codes, length) if codes.dtype == torch.uint8 else codes
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    values: Tensor = ops.dequantize(whole, scale, group, wide)
     return values
+
+
+def _activation(
+    ops: Ops, codes: Tensor, scale: Tensor, group: int, length: int, function: str, dtype: torch.dtype
+) -> Tensor:
+    x = _input(ops, codes, scale, group, length, dtype)
+    if function == "silu":
+        return F.silu(x).to(dtype)
+    return F.gelu(x, approximate="tanh" if function == "gelu_tanh" else "none").to(dtype)
+
+
+@declare_fused_op(_activation)
+def activation(codes: Tensor, scale: Tensor, group: int, length: int, function: str, dtype: torch.dtype) -> Tensor:
+    """What an activation gives for an input that is kept as codes: (rows, length) in dtype. function: one of FUNCTIONS.
+
+    Equals: F.gelu(dequantize(codes, scale, group, torch.float32)).to(dtype)
+    """
+    return scale.new_empty((codes.shape[0], length), dtype=dtype)
 
 
 def _derivative(x: Tensor, function: str) -> Tensor:
@@ -34,7 +57,7 @@ def _derivative(x: Tensor, function: str) -> Tensor:
 
 
 def _activation_backward(ops: Ops, g: Tensor, codes: Tensor, scale: Tensor, group: int, function: str) -> Tensor:
-    x = _values(ops, codes, scale, group, g)
+    x = _input(ops, codes, scale, group, g.shape[1], g.dtype)
     return (g * _derivative(x, function)).to(g.dtype)
 
 
@@ -42,14 +65,11 @@ def _activation_backward(ops: Ops, g: Tensor, codes: Tensor, scale: Tensor, grou
 def activation_backward(g: Tensor, codes: Tensor, scale: Tensor, group: int, function: str) -> Tensor:
     """The gradient of an activation's input, which is kept as codes: g (rows, K) float → (rows, K) in g's dtype.
 
-    function: ``gelu`` (x Φ(x)), ``gelu_tanh`` (its approximation; D. Hendrycks and K. Gimpel, 2016) or ``silu`` (x σ(x)).
+    function: one of FUNCTIONS.
 
     Equals: torch.autograd.functional.vjp(F.gelu, dequantize(codes, scale, group, torch.float32), g.float())[1].to(g.dtype)
     """
     return g.new_empty(g.shape)
-
-
-FUNCTIONS = ("gelu", "gelu_tanh", "silu")
 
 
 def _norm_backward(
@@ -63,7 +83,7 @@ def _norm_backward(
     centered: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = _values(ops, codes, scale, group, g)
+    x = _input(ops, codes, scale, group, g.shape[1], g.dtype)
     if centered:
         x = x - x.mean(1, keepdim=True)
     factor = torch.rsqrt(x.square().mean(1, keepdim=True) + eps)

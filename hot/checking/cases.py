@@ -306,6 +306,15 @@ KEPT = (((3, 64), False, 0), ((5, 41), True, 0), ((4, 137), False, 32), ((7, 198
 """Shapes, 4 bits a code or 8, K-block of the scale."""
 
 
+@register_cases("activation")
+def _activation(s: Source) -> Iterator[tuple[str, Args]]:
+    for edge in ("normal", "unit", "nan"):
+        for (shape, packed, group), function in product(KEPT, FUNCTIONS):
+            how = {"length": shape[1], "function": function, "dtype": s.dtype}
+            yield edge, {**_kept(s, *shape, edge, packed, group), **how}
+    yield "empty", {**_kept(s, 0, 8, "normal", False, 0), "length": 8, "function": "silu", "dtype": s.dtype}
+
+
 @register_cases("activation_backward")
 def _activation_backward(s: Source) -> Iterator[tuple[str, Args]]:
     for edge in ("normal", "unit", "nan"):

@@ -262,10 +262,19 @@ def unpack4(args: dict[str, Any], got: Tensor) -> Verdicts:
     yield measure("codes", got, oracles.unpack4(**args), 1.0, 0.0)
 
 
+def activation(args: dict[str, Any], got: Tensor) -> Verdicts:
+    codes, scale, group, length, function, dtype = args.values()
+    x = oracles.kept(codes, scale, group, length)
+    want = oracles.activation(x, function)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    unit = ACTIVATION * torch.finfo(wide).eps * x.abs().nan_to_num(posinf=0.0) + _result_unit(want, dtype)
+    yield measure("activation", got, _as_stored(want, dtype), unit, 1.0)
+
+
 def activation_backward(args: dict[str, Any], got: Tensor) -> Verdicts:
     """What autograd makes of the activation in float64."""
     g, codes, scale, group, function = args.values()
-    x, grad = oracles.kept(g, codes, scale, group).requires_grad_(), exact(g)
+    x, grad = oracles.kept(codes, scale, group, g.shape[1]).requires_grad_(), exact(g)
     with torch.enable_grad():
         (want,) = torch.autograd.grad(oracles.activation(x, function), x, grad)
     unit = ACTIVATION * torch.finfo(compute_dtype(g)).eps * grad.abs() * (1 + x.detach().abs())
@@ -281,7 +290,7 @@ ACTIVATION = 8.0
 def norm_backward(args: dict[str, Any], got: Sequence[Tensor]) -> Verdicts:
     """What autograd makes of the norm in float64. Errors of float32 go by the size of the row's gradient over its deviation."""
     g, codes, scale, group, weight, eps, centered, _ = args.values()
-    x, grad = oracles.kept(g, codes, scale, group).requires_grad_(), exact(g)
+    x, grad = oracles.kept(codes, scale, group, g.shape[1]).requires_grad_(), exact(g)
     factor = torch.ones(g.shape[1], dtype=torch.float64) if weight is None else exact(weight)
     parameters = x, factor.requires_grad_(), torch.zeros_like(factor).requires_grad_()
     with torch.enable_grad():

@@ -203,9 +203,9 @@ def unpack4(packed: Tensor, length: int) -> Tensor:
     return torch.where(half < 8, half, half - 16)
 
 
-def kept(g: Tensor, codes: Tensor, scale: Tensor, group: int) -> Tensor:
-    """The values (rows, K) of an input that is kept as codes; uint8 ones are two a byte. g: a gradient of it."""
-    return dequantize(unpack4(codes, g.shape[1]) if codes.dtype == torch.uint8 else codes, scale, group)
+def kept(codes: Tensor, scale: Tensor, group: int, length: int) -> Tensor:
+    """The values (rows, length) of an input that is kept as codes; uint8 ones are two a byte."""
+    return dequantize(unpack4(codes, length) if codes.dtype == torch.uint8 else codes, scale, group)
 
 
 def activation(x: Tensor, function: str) -> Tensor:

@@ -28,6 +28,7 @@ COMPARE: dict[str, Callable[[dict[str, Any], Any], Verdicts]] = {
     "matmul": compare.matmul,
     "transform_quantize": compare.transform_quantize,
     "grad_output_operands": compare.grad_output_operands,
+    "activation": compare.activation,
     "activation_backward": compare.activation_backward,
     "norm_backward": compare.norm_backward,
 }

@@ -1,4 +1,4 @@
-"""activation_backward and norm_backward: one reading of the gradient and of the codes, one writing of the result."""
+"""activation, activation_backward and norm_backward: one reading of codes and gradient, one writing of the result."""
 
 from __future__ import annotations
 
@@ -61,6 +61,34 @@ def _derivative(x, FUNCTION: tl.constexpr):
         return share + x * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     share = tl.sigmoid(x)
     return share * (1.0 + x * (1.0 - share))
+
+
+@triton.jit
+def _function(x, FUNCTION: tl.constexpr):
+    if FUNCTION == "gelu":
+        t = 1.0 / (1.0 + 0.2316418882 * tl.abs(x))  # as in _derivative
+        series = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+        tail = t * series * tl.exp(-0.5 * x * x)
+        return x * tl.where(x > 0, 1.0 - tail, tail)
+    elif FUNCTION == "gelu_tanh":
+        return x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def values_kernel(
+    codes, scale, out, rows, k, length, group, scale_row,
+    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, BLOCKS: tl.constexpr, FUNCTION: tl.constexpr,
+):  # fmt: skip
+    """R rows × C columns a program. length: bytes of a row of codes."""
+    # out = f(code · scale)
+    program, chunks = tl.program_id(0), tl.cdiv(k, C)
+    row = (program // chunks).to(tl.int64) * R + tl.arange(0, R)
+    chunk = program % chunks
+    x = _coded(codes, scale, row, chunk, rows, k, length, group, scale_row, R, C, PACKED, BLOCKS)
+    column = chunk * C + tl.arange(0, C)
+    mask = (row < rows)[:, None] & (column < k)[None, :]
+    tl.store(out + (row * k)[:, None] + column[None, :], _function(x, FUNCTION).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -131,23 +159,43 @@ def _norm_settings(key: Key) -> list[Config]:
 
 
 ACTIVATION = family("activation", lambda key: {"ELEMENTS": 4096, "num_warps": 4}, _activation_settings)
-"""Shape class: class of K, dtype, packed or not, function."""
+"""Shape class: values or gradient, class of K, dtype, packed or not, function."""
 NORM = family("norm", lambda key: {"ELEMENTS": 2048, "num_warps": 4, "PROGRAMS": 4}, _norm_settings)
 """Shape class: class of K, the dtypes of gradient and result, packed or not. PROGRAMS: of each multiprocessor, at most."""
 
 
 def _fits(g: Tensor, codes: Tensor, scale: Tensor, group: int) -> bool:
     """Dense rows, integer codes, a scale a row or block."""
-    if g.dtype not in HALVES or not g.numel() or (g.shape[1] > 1 and g.stride(1) != 1) or not codes.is_contiguous():
+    if g.dtype not in HALVES or not g.numel() or (g.shape[1] > 1 and g.stride(1) != 1):
         return False
-    if codes.dtype not in (torch.int8, torch.uint8) or not scale.is_contiguous():
+    return _fits_codes(codes, scale, group)
+
+
+def _fits_codes(codes: Tensor, scale: Tensor, group: int) -> bool:
+    """Integer codes, a scale a row or block."""
+    if codes.dtype not in (torch.int8, torch.uint8) or not (codes.is_contiguous() and scale.is_contiguous()):
         return False
-    whole = codes if codes.dtype == torch.int8 else g
-    return not is_tiled(whole, scale, group) and (group > 0 or scale.shape[1] == 1)
+    return not is_tiled(codes, scale, group) and (group > 0 or scale.shape[1] == 1)
 
 
 def _scale_row(scale: Tensor) -> int:
     return scale.shape[1] if scale.shape[0] > 1 else 0
+
+
+def _serves_values(
+    codes: Tensor, scale: Tensor, group: int, length: int, function: str, dtype: torch.dtype
+) -> bool:  # fmt: skip
+    return dtype in HALVES and codes.numel() > 0 and function in FUNCTIONS and _fits_codes(codes, scale, group)
+
+
+@register_kernel("activation", backend="triton", supports=_serves_values)
+def activation(codes: Tensor, scale: Tensor, group: int, length: int, function: str, dtype: torch.dtype) -> Tensor:
+    out = torch.empty((codes.shape[0], length), dtype=dtype, device=codes.device)
+    packed = codes.dtype == torch.uint8
+    key, launches = _activations(*out.shape, None, packed, group, _scale_row(scale), function, dtype)
+    with on_device(codes):
+        launch(ACTIVATION, key, codes.device, lambda settings: launches(settings)(codes, scale, out))
+    return out
 
 
 def _serves_activation(g: Tensor, codes: Tensor, scale: Tensor, group: int, function: str) -> bool:
@@ -166,19 +214,21 @@ def activation_backward(g: Tensor, codes: Tensor, scale: Tensor, group: int, fun
 
 @lru_cache(maxsize=4096)
 def _activations(
-    rows: int, k: int, g_row: int, packed: bool, group: int, scale_row: int, function: str, dtype: torch.dtype
+    rows: int, k: int, g_row: int | None, packed: bool, group: int, scale_row: int, function: str, dtype: torch.dtype
 ) -> tuple[Key, Callable[[Config], Launch]]:
-    """The shape class of one size, and its launch by settings."""
-    numbers = rows, k, cdiv(k, 2) if packed else k, max(group, 1), scale_row, g_row
+    """The shape class of one size, and its launch by settings. g_row: None where there is no gradient."""
+    numbers = rows, k, cdiv(k, 2) if packed else k, max(group, 1), scale_row, *(() if g_row is None else (g_row,))
+    kernel = values_kernel if g_row is None else activation_kernel
 
     def make(settings: Config) -> Launch:
         r, c = tile(rows, k, settings["ELEMENTS"], False)
         return Launch(
-            activation_kernel, cdiv(rows, r) * cdiv(k, c), numbers,
+            kernel, cdiv(rows, r) * cdiv(k, c), numbers,
             R=r, C=c, PACKED=packed, BLOCKS=group > 0, FUNCTION=function, num_warps=settings["num_warps"],
         )  # fmt: skip
 
-    return (bucket(k), str(dtype), "packed" if packed else "bytes", function), by_settings(make)
+    way = "values" if g_row is None else "gradient"
+    return (way, bucket(k), str(dtype), "packed" if packed else "bytes", function), by_settings(make)
 
 
 def _serves_norm(
@@ -239,6 +289,11 @@ def _activation(g: str, codes: str, function: str, blocks: bool) -> Specimen:
     return specimen(activation_kernel, {"g": g, "codes": codes, "scale": "*fp32", "out": g}, **how)
 
 
+def _values(codes: str, function: str, out: str) -> Specimen:
+    how = {"R": 8, "C": 512, "PACKED": codes == "*u8", "BLOCKS": codes == "*u8", "FUNCTION": function}
+    return specimen(values_kernel, {"codes": codes, "scale": "*fp32", "out": out}, **how)
+
+
 def _norm(g: str, codes: str, out: str, centered: bool, weighted: bool) -> Specimen:
     how = {"R": 2, "C": 1024, "PACKED": codes == "*u8", "BLOCKS": codes == "*u8"}
     pointers = {"g": g, "codes": codes, "scale": "*fp32", "weight": "*fp32", "out": out, "sums": "*fp32", "eps": "fp32"}
@@ -249,6 +304,9 @@ SPECIMENS = [
     _activation("*bf16", "*u8", "gelu", True),
     _activation("*fp32", "*i8", "gelu_tanh", False),
     _activation("*fp16", "*i8", "silu", False),
+    _values("*u8", "gelu", "*bf16"),
+    _values("*i8", "gelu_tanh", "*fp16"),
+    _values("*i8", "silu", "*fp32"),
     _norm("*bf16", "*i8", "*fp32", True, True),
     _norm("*fp32", "*u8", "*bf16", False, False),
 ]

@@ -38,6 +38,7 @@ def is_right(op: str, dtype: str, case: Case) -> bool:
             "matmul",
             "transform_quantize",
             "grad_output_operands",
+            "activation",
             "activation_backward",
             "norm_backward",
         )
