@@ -19,7 +19,8 @@ from hot.backends.ops import in_float8
 from hot.backends.streams import Aside
 from hot.crossover import leaves_exact
 from hot.errors import HotError
-from hot.policies.buffers import UNTRANSFORMED, Raw, Recomputed
+from hot.kept import Kept, can_keep
+from hot.policies.buffers import UNTRANSFORMED, Quantized, Raw
 from hot.policies.encode import encode
 from hot.policies.plan import GradInputPlan, LayerPlan
 from hot.policies.quantizers import Operand
@@ -117,8 +118,8 @@ class Hot(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
         y = view.forward(x, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        recipe = None if torch.compiler.is_compiling() or not isinstance(plan.buffer, Recomputed) else recipe_of(x)
         with as_written(x):  # autocast would cast the transforms' own products
+            recipe = _recipe(x, plan) if needs_weight and x.numel() else None
             kept = keep(x, y.dtype, plan, view, recipe) if needs_weight and x.numel() else ()
         ctx.save_for_backward(weight if needs_input else None, *kept)
         ctx.plan, ctx.view, ctx.recipe = plan, view, None if recipe is None else recipe.without_tensors()
@@ -196,11 +197,11 @@ def keep(
     path, buffer = plan.grad_weight, plan.buffer
 
     def make() -> tuple[Tensor, ...]:
-        if _keeps_input(plan):
-            return (x.to(dtype),)
         draw = path.transform.draw(x.device)
         if recipe is not None:
             return recipe.tensors if draw is None else (draw, *recipe.tensors)
+        if _keeps_input(plan):
+            return (x.to(dtype),)
         ops = get_ops(plan.backend, x.device.type)
         saved = buffer.save(view.input_rows(x), path.transform, path.input, ops, draw)
         return saved if draw is None else (draw, *saved)
@@ -208,6 +209,17 @@ def keep(
     if torch.compiler.is_compiling():  # the compiler finds common subexpressions by itself
         return make()
     return shared(x, (path.transform, path.input, buffer, plan.backend, view, dtype), make)
+
+
+def _recipe(x: Tensor, plan: LayerPlan) -> Recipe | None:
+    """How backward makes x again, where that is not the buffer's business: of the codes of the op that x came from; or, if
+    grad_weight is torch's own, of codes of x in its own order."""
+    if torch.compiler.is_compiling():
+        return None
+    made = recipe_of(x) if plan.buffer.recompute else None
+    if made is None and plan.grad_weight.is_exact and isinstance(plan.buffer, Quantized) and can_keep(x):
+        made = Kept.of(x, plan.buffer, plan.backend).recipe
+    return made
 
 
 def _keeps_input(plan: LayerPlan) -> bool:
@@ -347,8 +359,9 @@ def _grad_weight(
     """g_w = g_yᵀ x in the shape, dtype and format of the weight."""
     path = plan.grad_weight
     held: Tensor | Operand
-    if _keeps_input(plan):
-        grad = view.exact_grad_weight(g, kept[0].to(g.dtype), like.weight_shape, like.weight_format)
+    if path.is_exact and (recipe is not None or _keeps_input(plan)):
+        x = kept[0] if recipe is None else recipe.make(kept)
+        grad = view.exact_grad_weight(g, x.to(g.dtype), like.weight_shape, like.weight_format)
     else:
         a = operand or encode(tokens.permute(2, 0, 1), path.transform, path.grad_output, ops, draw)
         if recipe is not None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hot
 from hot.activations.bits import pack_bits, unpack_bits
-from hot.activations.kept import layout_of
+from hot.kept import layout_of
 from hot.memory import saved_bytes
 from hot.train.models import Vit
 

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from hot.activations import bits
 from hot.activations.fused import activation, norm
-from hot.activations.kept import can_keep
 from hot.activations.recomputed import recomputed
+from hot.kept import can_keep
 from hot.policies.activations import ActivationPlan
 from hot.policies.params import Params
 

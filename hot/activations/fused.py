@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hot.activations.kept import Kept, rows_of
 from hot.backends import get_ops
 from hot.executor import as_written
+from hot.kept import Kept, rows_of
 from hot.policies.buffers import Quantized
 from hot.recipes import remember
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from hot.activations.kept import Kept, can_keep
 from hot.executor import as_written
+from hot.kept import Kept, can_keep
 from hot.policies.buffers import Quantized
 
 

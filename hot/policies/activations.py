@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hot.errors import PolicyError
 from hot.policies.buffers import Quantized, Raw
 from hot.policies.params import Params
 from hot.policies.yaml_source import Problems, from_python
@@ -70,7 +71,9 @@ class ActivationPlan:
 def activation_plan(built: dict[str, Params], backend: str) -> ActivationPlan:
     """The plan of the buffers of every op."""
     plan = ActivationPlan(tuple((op, buffer) for op, buffer in built.items() if not isinstance(buffer, Raw)), backend)
-    for _, buffer in plan.buffers:
+    for op, buffer in plan.buffers:
         if isinstance(buffer, Quantized):
             _ = buffer.quantizer.spec  # worked out here once
+            if buffer.recompute:
+                raise PolicyError(f"activations: {op}: recompute is for the buffer of a layer: leave it out")
     return plan

@@ -22,9 +22,17 @@ _ = UNTRANSFORMED.spec
 class Buffer(Params):
     """What is saved of x (rows, samples, length), one row an input channel, any strides. Subclass it, write both ends.
 
+    recompute: save nothing where an `activations:` rule keeps codes that x can be made of again (those of the GELU before it).
+
     `transform` and `quantizer` are those of grad_weight's input operand, `draw` the transform's draw of this step or None,
     `ops` the op table of the backend that runs the layer.
     """
+
+    recompute: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without `recompute` where it is off."""
+        return {name: value for name, value in super().to_dict().items() if name != "recompute" or value}
 
     @property
     def is_packed(self) -> bool:
@@ -91,10 +99,10 @@ class Quantized(Buffer):
         return quantizers[params.pop("kind", "int")].model_validate(params)
 
     def __str__(self) -> str:
-        return str(self.quantizer)
+        return str(self.quantizer) + ", recomputed" * self.recompute
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "quantizer": self.quantizer.to_dict()}
+        return {**super().to_dict(), "quantizer": self.quantizer.to_dict()}
 
     def save(
         self, x: Tensor, transform: Transform, quantizer: Quantizer, ops: Any, draw: Tensor | None
@@ -165,9 +173,3 @@ class Packed(Buffer):
         spec = quantizer.spec
         k = shape[1] * transform.projected_length(shape[2])
         return Operand(quantizer.restore(saved[0], k, ops), saved[1], spec["group"] if spec else 0)
-
-
-@register_buffer("recomputed")
-class Recomputed(Packed):
-    """Nothing of its own where an `activations:` rule keeps codes that x is made of (those of the GELU before it): backward
-    makes x again of them, and then the operand. Elsewhere as `packed`."""

@@ -80,7 +80,8 @@ class LayerPlan:
     @property
     def is_exact(self) -> bool:
         """Whether the layer is left as torch has it."""
-        return self.grad_input.is_exact and self.grad_weight.is_exact and isinstance(self.buffer, Raw)
+        keeps_input = isinstance(self.buffer, Raw) and not self.buffer.recompute
+        return self.grad_input.is_exact and self.grad_weight.is_exact and keeps_input
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, in the words of a policy file."""

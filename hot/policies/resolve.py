@@ -195,9 +195,10 @@ def _fit(plan: LayerPlan, module: nn.Module) -> LayerPlan:
         return plan
     path = plan.grad_weight
     unfolds = isinstance(module, nn.Conv2d) and not _is_pointwise(module)
+    recompute = plan.buffer.recompute
     if path.input.is_identity and (unfolds or path.transform.is_identity):
-        return replace(plan, buffer=Raw())
-    return replace(plan, buffer=Quantized(quantizer=path.input)) if unfolds else plan
+        return replace(plan, buffer=Raw(recompute=recompute))
+    return replace(plan, buffer=Quantized(quantizer=path.input, recompute=recompute)) if unfolds else plan
 
 
 def _is_pointwise(conv: nn.Conv2d) -> bool:

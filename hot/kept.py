@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hot.backends import Ops, get_ops
 from hot.policies.buffers import Quantized
+from hot.recipes import Recipe
 from hot.sharing import shared
 
 
@@ -80,6 +81,10 @@ class Kept:
         """x again, from what its tensors became: autograd hands other objects back."""
         ops: Ops = get_ops(self.backend, tensors[0].device.type)
         return self.layout.tensor(self.buffer.values(tensors, self.layout.k, dtype or self.dtype, ops))
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(self.tensors, self.without_tensors().values)
 
     def without_tensors(self) -> Kept:
         """What a graph may hold beside the tensors that it saves itself."""
