@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, SupportsIndex
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hot.activations import saving, unwatched
+from hot.activations import recomputed_module, saving, unwatched
 from hot.backends.table import require
 from hot.errors import ConversionError
 from hot.executor import conv2d, linear
@@ -77,8 +78,11 @@ class _Scoped(_Converted):
     hot_plan: ActivationPlan  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with saving(self.hot_plan):
-            return super().forward(*args, **kwargs)
+        plan = self.hot_plan
+        with saving(plan):
+            if plan.whole is None or torch.compiler.is_compiling():
+                return super().forward(*args, **kwargs)
+            return recomputed_module(self, super().forward, args, kwargs, plan.whole, plan.backend)
 
 
 @cache

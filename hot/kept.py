@@ -37,14 +37,26 @@ class Layout(NamedTuple):
 @lru_cache(maxsize=4096)
 def layout_of(shape: torch.Size, strides: tuple[int, ...]) -> Layout:
     """Axes from the farthest to the nearest in memory, and as few of them as columns as lets the others be evenly spaced rows:
-    (B, heads, T, d), cut out of one projection (B, T, 3 · heads · d), is a matrix (B · T, heads · d)."""
+    (B, heads, T, d), cut out of one projection (B, T, 3 · heads · d), is a matrix (B · T, heads · d). Of short columns, which
+    a scale each would make large, more: (B, C, 7, 7) is (B · C, 49)."""
     order = tuple(sorted(range(len(shape)), key=lambda axis: (-strides[axis], axis)))
     sizes, steps = [shape[axis] for axis in order], [strides[axis] for axis in order]
-    for first in range(len(order) - 1, -1, -1):
-        rows = [(n, step) for n, step in zip(sizes[:first], steps[:first], strict=True) if n > 1]
-        if all(a[1] == b[0] * b[1] for a, b in pairwise(rows)):
-            return Layout(shape, order, math.prod(sizes[first:]))
-    raise AssertionError("a tensor without rows is one row")
+    found = sizes[-1]
+    for first in range(1, len(order)):
+        k = math.prod(sizes[first:])
+        even = _is_even(sizes[:first], steps[:first]) and _is_even(sizes[first:], steps[first:])
+        if even and (k >= FEWEST_COLUMNS or k > found):
+            found = k
+    return Layout(shape, order, found)
+
+
+FEWEST_COLUMNS = 32
+
+
+def _is_even(sizes: list[int], steps: list[int]) -> bool:
+    """Whether axes, from the farthest to the nearest, merge into one of even steps."""
+    axes = [(n, step) for n, step in zip(sizes, steps, strict=True) if n > 1]
+    return all(a[1] == b[0] * b[1] for a, b in pairwise(axes))
 
 
 def rows_of(shape: torch.Size, k: int) -> Layout:
@@ -81,6 +93,11 @@ class Kept:
         """x again, from what its tensors became: autograd hands other objects back."""
         ops: Ops = get_ops(self.backend, tensors[0].device.type)
         return self.layout.tensor(self.buffer.values(tensors, self.layout.k, dtype or self.dtype, ops))
+
+    def rows(self, tensors: tuple[Tensor, ...], some: slice, dtype: torch.dtype) -> Tensor:
+        """Some rows of the matrix that x is."""
+        part = tuple(t[some] if t.shape[0] > 1 else t for t in tensors)  # one scale is that of all rows
+        return self.buffer.values(part, self.layout.k, dtype, get_ops(self.backend, tensors[0].device.type))
 
     @property
     def recipe(self) -> Recipe:

@@ -263,7 +263,7 @@ def test_conversion_and_back() -> None:
     state = model.state_dict()
     report = hot.convert(model, hot.load_policy("memory"))
     assert "blocks.0.mlp.act" in report.activations and "blocks.0.mlp.fc1" not in report.activations
-    assert f"in {len(report.activations)} modules: layer_norm: int8 row nearest · rms_norm" in str(report)
+    assert f"in {len(report.activations)} modules: layer_norm: int4 block 64 nearest · rms_norm" in str(report)
     assert model.state_dict().keys() == state.keys()
     x = torch.randn(4, 1, 28, 28)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -347,3 +347,206 @@ def test_a_quantizer_that_is_none_keeps_the_values() -> None:
     hot.convert(module, policy(gelu={"kind": "quantized", "quantizer": {"kind": "none"}}))
     got = run(module, x)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1][0], expected[1][0])
+
+
+class SwiGlu(nn.Module):
+    """down(silu(gate(x)) · up(x)), as in Llama."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(dim, hidden), nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_what_can_be_made_again_is_not_kept() -> None:
+    """The product behind a SiLU, and the layer behind both, keep nothing but the other factor's codes."""
+    torch.manual_seed(0)
+    module, x = SwiGlu(64, 256), torch.randn(32, 64)
+    expected, exact = run(module, x)
+    child = hot.Policy(
+        extends="int8",
+        defaults={"buffer": {"kind": "packed", "recompute": True}},
+        activations=[{"match": "**", "silu": INT8, "mul": INT8}],
+    )
+    hot.convert(module, child)
+    y, grads = run(module, x)
+    assert torch.equal(y, expected)
+    for a, b in zip(exact, grads, strict=True):
+        assert (a - b).norm() < 0.03 * a.norm()
+    codes = 2 * (32 * 256 + 32 * 4)
+    packed = 64 * (32 + 4)  # of x, which both layers share
+    inputs = torch.randn(32, 64)
+    assert codes + packed <= saved_bytes(module, lambda: module(inputs)).total <= codes + packed + 32 * 64 * 4 + 64
+    held = hot.Policy(extends=child, activations=[{"match": "**", "mul": {"kind": "raw"}}])
+    hot.convert(module, held)
+    assert saved_bytes(module, lambda: module(inputs)).total > codes + packed + 32 * 256 * 4
+
+
+def test_products_of_other_shapes_are_left_alone() -> None:
+    module = Op(lambda x, w: x * w * 2.0, (48,))
+    x = torch.randn(5, 48)
+    expected = run(module, x)
+    hot.convert(module, policy(mul=INT8))
+    got = run(module, x)
+    assert torch.equal(got[0], expected[0]) and all(map(torch.equal, got[1], expected[1]))
+
+
+class SpelledOut(nn.Module):
+    """A norm as models write it themselves."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim))
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        wide = x.to(torch.float32)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) + shift).to(x.dtype)
+
+
+def test_a_module_keeps_its_input_and_runs_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(SpelledOut(64), nn.Dropout(0.4))
+    x = held_by_int8((8, 64))
+    expected, after = run(model, x), torch.rand(3)
+    before = saved_bytes(model, lambda: model(x)).total
+    rules = hot.Policy(
+        extends="exact", activations=[{"match": {"type": "SpelledOut"}, "module": INT8}, {"match": "1", "module": INT8}]
+    )
+    hot.convert(model, rules)
+    got, then = run(model, x), torch.rand(3)
+    assert torch.equal(got[0], expected[0]) and torch.equal(after, then)
+    for a, b in zip(expected[1], got[1], strict=True):
+        assert (a - b).norm() < 0.02 * a.norm()
+    assert saved_bytes(model, lambda: model(x)).total <= 2 * (8 * 64 + 8 * 4) + 64 < before
+    with torch.no_grad():
+        assert torch.equal(model.eval()(x), model(x))
+
+
+def test_a_module_that_returns_more_than_a_tensor_says_so() -> None:
+    module = Op(lambda x: (x, x))
+    hot.convert(module, policy(module=INT8))
+    with pytest.raises(hot.HotError, match="its forward returns a tuple, not one tensor: leave it out"):
+        module(torch.randn(3, requires_grad=True))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_batch_norm_counts_a_batch_once(last: bool) -> None:
+    torch.manual_seed(0)
+    module, x = nn.BatchNorm2d(8), torch.randn(4, 8, 7, 7)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    twin = copy.deepcopy(module)
+    expected, exact = run(module, x)
+    hot.convert(twin, policy(batch_norm=INT8))
+    y, grads = run(twin, x)
+    assert torch.equal(y, expected)
+    assert all(torch.equal(a, b) for a, b in zip(module.buffers(), twin.buffers(), strict=True))
+    for a, b in zip(exact, grads, strict=True):
+        assert (a - b).norm() < 0.03 * a.norm()
+    twin.eval()
+    assert torch.equal(twin(x), module.eval()(x))
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy(reduction: str, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part by part: torch's loss to the bit, and its gradient from codes; targets to ignore, too."""
+    monkeypatch.setattr("hot.activations.losses.ELEMENTS", 7 * 50)
+    torch.manual_seed(0)
+    logits, target = held_by_int8((33, 50)) * 4, torch.randint(0, 50, (33,))
+    target[[3, 20]] = -100
+
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.cross_entropy(x, target, reduction=reduction)
+
+    def both(module: nn.Module) -> tuple[Tensor, Tensor]:
+        x = logits.to(torch.bfloat16 if low else torch.float32).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            loss = module(x)
+        return loss.detach(), torch.autograd.grad(loss.sum(), x)[0]
+
+    module = Loss()
+    expected, exact = both(module)
+    x = logits.clone().requires_grad_()
+    before = saved_bytes(module, lambda: module(x * 1)).total
+    hot.convert(module, policy(cross_entropy=INT8))
+    loss, grad = both(module)
+    assert torch.equal(loss, expected) and grad.dtype == exact.dtype
+    assert torch.allclose(grad.float(), exact.float(), rtol=0.01 if low else 1e-4, atol=1e-6)
+    assert saved_bytes(module, lambda: module(x * 1)).total < before / 2
+
+
+def test_cross_entropy_of_what_it_does_not_know_is_torchs() -> None:
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            smooth = F.cross_entropy(x, torch.arange(6), label_smoothing=0.1)
+            return (
+                smooth + F.cross_entropy(x, x.detach().softmax(1)) + F.cross_entropy(x[None].mT, torch.arange(6)[None])
+            )
+
+    module, x = Loss(), torch.randn(6, 6)
+    expected = run(module, x)
+    hot.convert(module, policy(cross_entropy=INT8))
+    got = run(module, x)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1][0], expected[1][0])
+
+
+def test_exact_products_from_compressed_inputs() -> None:
+    """A convolution and a linear layer whose arithmetic is torch's: where codes hold the input, its gradients to the bit."""
+    torch.manual_seed(0)
+    rule = {"match": "**", "buffer": INT8}
+    for layer, x in (
+        (nn.Conv2d(4, 6, 3, 2, 1), held_by_int8((2, 4, 9, 32))),
+        (nn.Conv2d(32, 6, 3, padding="same"), held_by_int8((2, 6, 5, 32)).permute(0, 3, 1, 2)),
+        (nn.Linear(32, 5), held_by_int8((3, 7, 32))),
+    ):
+        expected = run(layer, x)
+        hot.convert(layer, hot.Policy(extends="exact", rules=[rule]))
+        got = run(layer, x)
+        assert torch.equal(got[0], expected[0]) and all(map(torch.equal, got[1][:2], expected[1][:2]))
+        assert torch.allclose(got[1][2], expected[1][2], rtol=1e-5)  # the bias gradient is a sum, in another order
+        twin = x.detach() * 1
+        assert saved_bytes(layer, lambda layer=layer, twin=twin: layer(twin)).total <= 1.2 * x.numel() + 64
+
+
+def test_recompute_is_refused_where_it_means_nothing() -> None:
+    with pytest.raises(hot.PolicyError, match="activations: gelu: recompute is for the buffer of a layer"):
+        hot.convert(nn.GELU(), policy(gelu={**INT8, "recompute": True}))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("how", [(3, 2, 1), (2,), (3, 1, 1, 2), ((2, 3), (3, 1), (1, 0), 1, False, True)])
+def test_max_pool_keeps_a_byte(how: tuple[Any, ...], last: bool) -> None:
+    module, x = nn.MaxPool2d(*how), torch.randn(2, 4, 11, 13).round(decimals=1)  # with ties
+    x = x.to(memory_format=torch.channels_last) if last else x
+    expected = run(module, x)
+    hot.convert(module, policy(max_pool2d={"kind": "byte"}))
+    got = run(module, x)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1][0], expected[1][0])
+    x = x.requires_grad_()
+    assert saved_bytes(module, lambda: module(x * 1)).total <= got[0].numel() + 64
+
+
+def test_a_convolution_behind_batch_norm_and_relu_keeps_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(inplace=True), nn.Conv2d(32, 8, 3))
+    x = torch.randn(4, 3, 12, 12).to(memory_format=torch.channels_last)
+    expected = run(model, x)
+    keep = {"buffer": {**INT8, "recompute": True}}
+    hot.convert(
+        model,
+        hot.Policy(
+            extends="exact",
+            rules=[{"match": "3", **keep}],
+            activations=[{"match": "**", "batch_norm": INT8, "relu": MASK}],
+        ),
+    )
+    got = run(model, x)
+    assert torch.equal(got[0], expected[0])
+    for a, b in zip(expected[1], got[1], strict=True):
+        assert (a - b).norm() < 0.05 * a.norm() + 1e-4
+    n = 4 * 32 * 100
+    saved = saved_bytes(model, lambda: model(x)).total - x.numel() * 4
+    assert n + n // 8 <= saved <= 1.3 * n + n // 8

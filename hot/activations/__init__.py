@@ -8,5 +8,6 @@
 """
 
 from hot.activations.calls import saving, unwatched
+from hot.activations.recomputed import recomputed_module
 
-__all__ = ["saving", "unwatched"]
+__all__ = ["recomputed_module", "saving", "unwatched"]

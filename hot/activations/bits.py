@@ -1,4 +1,4 @@
-"""Ops whose backward asks only which elements passed, and that keep a bit of each: exact."""
+"""Ops whose backward asks only which elements passed, and that keep a bit of each, or a byte of each that did: exact."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hot.recipes import recipe_of, remember
+
 
 def relu(function: Any, input: Tensor, inplace: bool = False) -> Tensor:
     inplace = inplace or function in (torch.relu_, Tensor.relu_)
     if type(input) is not Tensor or not input.requires_grad:
         return torch.relu_(input) if inplace else torch.relu(input)
-    result: Tensor = Relu.apply(input, inplace)
-    return result
+    recipe = recipe_of(input)
+    y: Tensor = Relu.apply(input, inplace)
+    if recipe is not None:
+        make = recipe.make
+        remember(y, recipe.tensors, lambda tensors: torch.relu(make(tensors)))
+    return y
 
 
 class Relu(torch.autograd.Function):
@@ -64,6 +70,65 @@ class Dropout(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         (bits,) = ctx.saved_tensors
         return torch.where(unpack_bits(bits, g.shape), g * ctx.factor, 0.0), None
+
+
+def max_pool2d(
+    function: Any,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    kernel, pads, gaps = _pair(kernel_size), _pair(padding), _pair(dilation)
+    steps = _pair(stride) if stride else kernel
+    plain = type(input) is Tensor and input.requires_grad and input.dim() == 4 and not return_indices
+    if not plain or kernel[0] * kernel[1] > 256:
+        return function(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+    return MaxPool.apply(input, kernel, steps, pads, gaps, ceil_mode)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+
+
+class MaxPool(torch.autograd.Function):
+    """F.max_pool2d, which keeps where in its window a maximum is, in a byte, instead of its input and where in all of that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *how: Any) -> Tensor:
+        y, index = torch.ops.aten.max_pool2d_with_indices(x, *how)
+        ctx.how, ctx.like = how, (x.shape, x.is_contiguous(memory_format=torch.channels_last))
+        down, right = MaxPool.corners(index, how)
+        _, gaps, width = how[0], how[3], x.shape[3]
+        row, column = (index // width - down) // gaps[0], (index % width - right) // gaps[1]
+        ctx.save_for_backward((row * how[0][1] + column).to(torch.uint8))
+        return y
+
+    @staticmethod
+    def corners(like: Tensor, how: Any) -> tuple[Tensor, Tensor]:
+        """First row and first column of every window."""
+        _, steps, pads, *_ = how
+        down = torch.arange(like.shape[2], device=like.device) * steps[0] - pads[0]
+        right = torch.arange(like.shape[3], device=like.device) * steps[1] - pads[1]
+        return down[:, None], right
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (offset,), how, (shape, last) = ctx.saved_tensors, ctx.how, ctx.like
+        down, right = MaxPool.corners(offset, how)
+        kernel, gaps = how[0], how[3]
+        place = offset.to(torch.int64)
+        index = (place // kernel[1] * gaps[0] + down) * shape[3] + place % kernel[1] * gaps[1] + right
+        x = (
+            g.new_empty(1)
+            .expand(shape)
+            .contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        )
+        return torch.ops.aten.max_pool2d_with_indices_backward(g, x, *how, index), *[None] * 5
 
 
 def pack_bits(mask: Tensor) -> Tensor:

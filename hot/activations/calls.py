@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from hot.activations import bits
-from hot.activations.fused import activation, norm
+from hot.activations.fused import activation, norm, product
+from hot.activations.losses import cross_entropy
 from hot.activations.recomputed import recomputed
-from hot.kept import can_keep
+from hot.kept import Kept, can_keep
 from hot.policies.activations import ActivationPlan
 from hot.policies.params import Params
+from hot.recipes import remember
 
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
@@ -122,6 +124,58 @@ def _attention(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: 
     return recomputed(function, inputs, args, kwargs, buffer, backend, draws=bool(probability))
 
 
+def _batch_norm(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    names = "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"
+    x, mean, var, weight, bias, training, momentum, eps = _named(names, args, kwargs, *names)
+    if not training or not can_keep(x) or not _differentiates(x, weight, bias):
+        return function(*args, **kwargs)
+    momentum, eps = 0.1 if momentum is None else momentum, 1e-5 if eps is None else eps
+
+    def call(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        again = torch.is_grad_enabled()  # in backward, where the running statistics have had their share
+        if again:
+            return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
+        return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
+
+    y = recomputed(call, [x], (x, weight, bias), {}, buffer, backend)
+    with torch.no_grad():
+        kept = Kept.of(x, buffer, backend)  # those that were made just now
+    count, codes = len(kept.tensors), kept.without_tensors()
+
+    def again(tensors: tuple[Tensor, ...]) -> Tensor:
+        rest = iter(tensors[count:])
+        factor, shift = (None if t is None else next(rest) for t in (weight, bias))
+        return F.batch_norm(codes.values(tensors[:count]), None, None, factor, shift, True, 0.0, eps)
+
+    remember(y, (*kept.tensors, *(t for t in (weight, bias) if t is not None)), again)
+    return y
+
+
+def _max_pool(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    return bits.max_pool2d(function, *args, **kwargs)
+
+
+def _cross_entropy(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    names = "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"
+    logits, target, weight, average, ignore, reduce, reduction, smoothing = _named(names, args, kwargs, *names)
+    plain = weight is average is reduce is None and not smoothing and can_keep(logits) and logits.dim() == 2
+    if not plain or target.is_floating_point() or not logits.requires_grad or not len(target):
+        return function(*args, **kwargs)
+    return cross_entropy(logits, target, -100 if ignore is None else ignore, reduction or "mean", buffer, backend)
+
+
+def _mul(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    a, b = args if len(args) == 2 and not kwargs else (0, 0)
+    if (
+        not (isinstance(a, Tensor) and isinstance(b, Tensor) and can_keep(a, b))
+        or a.shape != b.shape
+        or a.dtype != b.dtype
+        or not _differentiates(a, b)
+    ):
+        return function(*args, **kwargs)
+    return product(a, b, buffer, backend)
+
+
 def _relu(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
     return bits.relu(function, *args, **kwargs)
 
@@ -138,6 +192,10 @@ SERVED: dict[str, tuple[tuple[Callable[..., Any], ...], Serve]] = {
     "gelu": ((F.gelu,), _gelu),
     "silu": ((F.silu,), _silu),
     "scaled_dot_product_attention": ((F.scaled_dot_product_attention,), _attention),
+    "batch_norm": ((F.batch_norm, torch.batch_norm), _batch_norm),
+    "mul": ((torch.mul, torch.multiply, Tensor.mul, Tensor.multiply), _mul),
+    "cross_entropy": ((F.cross_entropy,), _cross_entropy),
+    "max_pool2d": ((F.max_pool2d, torch.max_pool2d), _max_pool),
     "relu": ((F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_), _relu),
     "dropout": ((F.dropout,), _dropout),
 }

@@ -1,4 +1,4 @@
-"""Ops with a backward of their own, straight from codes: activations and norms."""
+"""Ops with a backward of their own, straight from codes: activations, norms and products of two."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hot.backends import get_ops
 from hot.executor import as_written
 from hot.kept import Kept, rows_of
 from hot.policies.buffers import Quantized
-from hot.recipes import remember
+from hot.recipes import Recipe, recipe_of, remember
 
 
 def activation(call: Callable[[Tensor], Tensor], x: Tensor, name: str, buffer: Quantized, backend: str) -> Tensor:
@@ -55,6 +55,37 @@ class Activation(torch.autograd.Function):
         with as_written(g):
             grad = ops.activation_backward(kept.layout.matrix(g), *ctx.saved_tensors, kept.group, ctx.name)
         return kept.layout.tensor(grad).to(kept.dtype), None, None, None
+
+
+def product(a: Tensor, b: Tensor, buffer: Quantized, backend: str) -> Tensor:
+    """a · b, of one shape and dtype, element by element: what of each is needed for the other's gradient is made again of the
+    codes that it came from, or kept as codes."""
+    with as_written(a):
+        parts = tuple(recipe_of(t) or Kept.of(t, buffer, backend).recipe for t in (a, b))
+    y: Tensor = Product.apply(a, b, parts)
+    split = len(parts[0].tensors)
+    factors = tuple(part.without_tensors() for part in parts)
+    remember(
+        y, (*parts[0].tensors, *parts[1].tensors), lambda t: factors[0].make(t[:split]) * factors[1].make(t[split:])
+    )
+    return y
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, parts: tuple[Recipe, Recipe]) -> Tensor:
+        ctx.save_for_backward(*parts[0].tensors, *parts[1].tensors)
+        ctx.split, ctx.parts = len(parts[0].tensors), tuple(part.without_tensors() for part in parts)
+        return a * b
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        saved, (of_a, of_b), needs = ctx.saved_tensors, ctx.parts, ctx.needs_input_grad
+        with as_written(g):
+            grad_a = g * of_b.make(saved[ctx.split :]) if needs[0] else None
+            grad_b = g * of_a.make(saved[: ctx.split]) if needs[1] else None
+        return grad_a, grad_b, None
 
 
 def norm(

@@ -12,10 +12,11 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from hot.errors import HotError
 from hot.executor import as_written
 from hot.kept import Kept, can_keep
 from hot.policies.buffers import Quantized
@@ -34,11 +35,42 @@ def recomputed(
     random numbers, which are drawn again. Left as it is where codes are not made for one of the inputs."""
     if not can_keep(*inputs):
         return function(*args, **kwargs)
+    return _apply(function, inputs, (), args, kwargs, buffer, backend, draws)
+
+
+def recomputed_module(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    buffer: Quantized,
+    backend: str,
+) -> Any:
+    """A module's forward that keeps codes of the float tensors among its arguments, and nothing of what happens inside. Raises
+    HotError if it returns anything but one tensor."""
+    given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    inputs, parameters = [t for t in given if can_keep(t)], [p for p in module.parameters() if p.requires_grad]
+    if not torch.is_grad_enabled() or not (parameters or any(t.requires_grad for t in inputs)):
+        return forward(*args, **kwargs)
+    return _apply(forward, inputs, parameters, args, kwargs, buffer, backend, module.training)
+
+
+def _apply(
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    parameters: Sequence[Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    buffer: Quantized,
+    backend: str,
+    draws: bool,
+) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    coded = tuple(any(t is x for x in inputs) for t in tensors)
+    coded = *(any(t is x for x in inputs) for t in tensors), *(False for _ in parameters)
     places = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return Recomputed.apply(_Call(function, places, spec, coded, buffer, backend, draws), *tensors)
+    call = _Call(function, places, spec, coded, len(tensors), buffer, backend, draws)
+    return Recomputed.apply(call, *tensors, *parameters)
 
 
 _TENSOR = object()
@@ -46,12 +78,14 @@ _TENSOR = object()
 
 @dataclass(frozen=True)
 class _Call:
-    """A call whose tensors are taken out. coded: which of them are kept as codes."""
+    """A call whose tensors are taken out. coded: which of them are kept as codes; count: how many are arguments, before the
+    parameters that the function uses beside them."""
 
     function: Callable[..., Any]
     leaves: tuple[Any, ...]  # _TENSOR in the place of one
     spec: TreeSpec
     coded: tuple[bool, ...]
+    count: int
     buffer: Quantized
     backend: str
     draws: bool
@@ -71,6 +105,10 @@ class Recomputed(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
         ctx.random = _random_state(tensors[0].device) if call.draws else None
         y = call(tensors)
+        if not isinstance(y, Tensor):
+            raise HotError(
+                f"activations: module: its forward returns a {type(y).__name__}, not one tensor: leave it out"
+            )
         kept: list[Kept | None] = [None] * len(tensors)
         if any(ctx.needs_input_grad):
             with as_written(y):
@@ -90,9 +128,10 @@ class Recomputed(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         saved, tensors, needs = iter(ctx.saved_tensors), [], ctx.needs_input_grad[1:]
         with as_written(g):
-            for own, count, need in zip(ctx.kept, ctx.counts, needs, strict=True):
+            for i, (own, count, need) in enumerate(zip(ctx.kept, ctx.counts, needs, strict=True)):
                 part = tuple(islice(saved, count))
-                tensors.append((part[0] if own is None else own.values(part)).detach().requires_grad_(need))
+                t = part[0] if own is None else own.values(part)
+                tensors.append(t.detach().requires_grad_(need) if i < ctx.call.count else t)
         enabled, low = ctx.autocast
         with torch.enable_grad(), torch.autocast(g.device.type, low, enabled=enabled), _drawing(ctx.random, g.device):
             y = ctx.call(tensors)

@@ -32,17 +32,35 @@ class Mask(Params):
     kind = "mask"
 
 
+places: Registry[type[Params]] = Registry("index buffer")
+"""What may be kept where backward needs to know which element of a few was taken."""
+places.register("raw")(Raw)
+
+
+@places.register("byte")
+class Byte(Params):
+    """Where in its window the element is, in one byte."""
+
+    kind = "byte"
+
+
 ACTIVATIONS: dict[str, Registry[Any]] = {
     "layer_norm": values,
     "rms_norm": values,
     "group_norm": values,
+    "batch_norm": values,
     "gelu": values,
     "silu": values,
+    "mul": values,
     "scaled_dot_product_attention": values,
+    "cross_entropy": values,
+    "module": values,
+    "max_pool2d": places,
     "relu": signs,
     "dropout": signs,
 }
-"""The ops by torch's names in torch.nn.functional, and the registry of the kinds that each may have."""
+"""The ops by the names that torch.nn.functional, and torch for `mul`, have for them, and the kinds that each
+may have. `module` is the matched module itself: it keeps its inputs and runs again in backward, whatever is inside."""
 
 EVERYTHING_RAW = from_python({op: {"kind": "raw"} for op in ACTIVATIONS}, Problems())
 """The tree under every policy: every op saves what torch saves."""
@@ -58,6 +76,12 @@ class ActivationPlan:
     @property
     def is_exact(self) -> bool:
         return not self.buffers
+
+    @property
+    def whole(self) -> Quantized | None:
+        """How the inputs of the matched module are kept, if nothing else of it is."""
+        found = dict(self.buffers).get("module")
+        return found if isinstance(found, Quantized) else None
 
     def __str__(self) -> str:
         """``gelu: int4 block 128 nearest · relu: mask``."""
@@ -75,5 +99,5 @@ def activation_plan(built: dict[str, Params], backend: str) -> ActivationPlan:
         if isinstance(buffer, Quantized):
             _ = buffer.quantizer.spec  # worked out here once
             if buffer.recompute:
-                raise PolicyError(f"activations: {op}: recompute is for the buffer of a layer: leave it out")
+                raise PolicyError([f"activations: {op}: recompute is for the buffer of a layer: leave it out"])
     return plan

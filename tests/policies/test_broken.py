@@ -179,7 +179,7 @@ BROKEN: dict[str, tuple[str, list[str]]] = {
     "true is no version": ("version: «true\n", ["version: must be a whole number, not true"]),
     "an activation rule that says nothing": (
         "activations: [«{match: a}]\n",
-        ["activations[0]: changes nothing; give it one of layer_norm, rms_norm, group_norm, gelu"],
+        ["activations[0]: changes nothing; give it one of layer_norm, rms_norm, group_norm, batch_norm, gelu"],
     ),
     "an unknown op": ("activations: [{match: a, «gleu: {kind: raw}}]\n", ["unknown key 'gleu', did you mean 'gelu'?"]),
     "bits where values are needed": (
