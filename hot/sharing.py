@@ -15,6 +15,20 @@ from torch import Tensor
 _shared: dict[tuple[int, Hashable], tuple[weakref.ref[Tensor], int, tuple[weakref.ref[Tensor], ...]]] = {}
 
 
+_made: dict[int, weakref.ref[Tensor]] = {}
+
+
+def _mark(t: Tensor) -> None:
+    key = id(t)
+    _made[key] = weakref.ref(t, lambda _: _made.pop(key, None))
+
+
+def is_made(t: Tensor) -> bool:
+    """Whether t came out of `shared`."""
+    entry = _made.get(id(t))
+    return entry is not None and entry() is t
+
+
 def shared(x: Tensor, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """``make()``, or what it gave for the same x, unchanged since, and an equal key, while autograd still holds that."""
     if x.is_inference():  # without a version, a change in place would go unnoticed
@@ -26,6 +40,8 @@ def shared(x: Tensor, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> 
         if len(alive) == len(entry[2]):
             return alive
     made = make()
+    for t in made:
+        _mark(t)
     own = weakref.ref(x, lambda _: _shared.pop(slot, None))
     _shared[slot] = (own, x._version, tuple(weakref.ref(t) for t in made))
     return made

@@ -550,3 +550,64 @@ def test_a_convolution_behind_batch_norm_and_relu_keeps_nothing() -> None:
     n = 4 * 32 * 100
     saved = saved_bytes(model, lambda: model(x)).total - x.numel() * 4
     assert n + n // 8 <= saved <= 1.3 * n + n // 8
+
+
+class Unknown(nn.Module):
+    """Ops that have no rule: a softmax by hand, a sine, a product with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin() * self.weight
+        return y.softmax(-1) + x.tanh() + (y @ self.weight.expand(64, 64).T) + x.sum(-1, keepdim=True).exp()
+
+
+def test_the_catch_all_keeps_codes_of_whatever_is_saved() -> None:
+    torch.manual_seed(0)
+    module, x = Unknown(), torch.randn(300, 64) * 0.3
+    expected, exact = run(module, x)
+    inner = x.clone().requires_grad_() * 1  # no leaf, which would be left alone
+    before = saved_bytes(module, lambda: module(inner)).total
+    hot.convert(module, policy(other=INT8))
+    y, grads = run(module, x)
+    assert torch.equal(y, expected)
+    for a, b in zip(exact, grads, strict=True):
+        assert 0 < (a - b).norm() < 0.02 * a.norm()
+    after = saved_bytes(module, lambda: module(inner)).total
+    assert after < 0.35 * before  # seen by hooks outside, which get the codes
+
+
+def test_a_module_inside_that_catches_nothing_hands_all_to_hooks_outside() -> None:
+    model = nn.Sequential(nn.Sequential(Unknown()), nn.Sigmoid())
+    x = torch.randn(300, 64) * 0.3
+    rules = [{"match": "**", "other": INT8}, {"match": "0.**", "other": {"kind": "raw"}}]
+    hot.convert(model, hot.Policy(extends="exact", activations=rules))
+    seen: list[torch.dtype] = []
+
+    def note(t: Tensor) -> Tensor:
+        seen.append(t.dtype)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        y = model(x.requires_grad_())
+    assert seen.count(torch.int8) == 1 and seen.count(torch.float32) > 3  # the sigmoid's result alone is caught
+    with torch.autograd.graph.save_on_cpu():
+        offloaded = model(x)
+    one, two = (torch.autograd.grad(each.sum(), x)[0] for each in (y, offloaded))
+    assert torch.equal(one, two)
+
+
+def test_the_catch_all_leaves_alone_what_others_keep() -> None:
+    """The codes and scales of ops that have a rule are saved as they are."""
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())
+    x = torch.randn(600, 64)
+    hot.convert(model, policy(layer_norm=INT8, gelu=INT8))
+    expected = run(model, x)
+    hot.convert(model, policy(layer_norm=INT8, gelu=INT8, other=INT8))
+    got = run(model, x)
+    assert torch.equal(
+        got[1][0], expected[1][0]
+    )  # neither norm nor GELU saw other codes; the linear layer's weight did
+    assert (got[1][3] - expected[1][3]).norm() < 0.02 * expected[1][3].norm()

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from hot.activations import bits
 from hot.activations.fused import activation, norm, product
+from hot.activations.hook import catching
 from hot.activations.losses import cross_entropy
 from hot.activations.recomputed import recomputed
 from hot.kept import Kept, can_keep
@@ -37,7 +38,7 @@ def saving(plan: ActivationPlan) -> Iterator[None]:
     before = getattr(_active, "plan", None)
     _active.plan = plan
     try:
-        with _Saving(plan) if plan.buffers else nullcontext():
+        with _Saving(plan) if plan.buffers else nullcontext(), catching(plan.other, plan.backend):
             yield
     finally:
         _active.plan = before

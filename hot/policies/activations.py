@@ -55,12 +55,14 @@ ACTIVATIONS: dict[str, Registry[Any]] = {
     "scaled_dot_product_attention": values,
     "cross_entropy": values,
     "module": values,
+    "other": values,
     "max_pool2d": places,
     "relu": signs,
     "dropout": signs,
 }
 """The ops by the names that torch.nn.functional, and torch for `mul`, have for them, and the kinds that each
-may have. `module` is the matched module itself: it keeps its inputs and runs again in backward, whatever is inside."""
+may have. `module` is the matched module itself: it keeps its inputs and runs again in backward, whatever is inside.
+`other` is whatever else autograd saves inside: lossy, and blind to what it means."""
 
 EVERYTHING_RAW = from_python({op: {"kind": "raw"} for op in ACTIVATIONS}, Problems())
 """The tree under every policy: every op saves what torch saves."""
@@ -80,7 +82,15 @@ class ActivationPlan:
     @property
     def whole(self) -> Quantized | None:
         """How the inputs of the matched module are kept, if nothing else of it is."""
-        found = dict(self.buffers).get("module")
+        return self._codes("module")
+
+    @property
+    def other(self) -> Quantized | None:
+        """How what no op here keeps is kept."""
+        return self._codes("other")
+
+    def _codes(self, op: str) -> Quantized | None:
+        found = dict(self.buffers).get(op)
         return found if isinstance(found, Quantized) else None
 
     def __str__(self) -> str:
