@@ -600,14 +600,38 @@ def test_a_module_inside_that_catches_nothing_hands_all_to_hooks_outside() -> No
 
 
 def test_the_catch_all_leaves_alone_what_others_keep() -> None:
-    """The codes and scales of ops that have a rule are saved as they are."""
-    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())
-    x = torch.randn(600, 64)
-    hot.convert(model, policy(layer_norm=INT8, gelu=INT8))
+    """The codes and scales of ops that have a rule are saved as they are, however many scales there are."""
+    model = nn.Sequential(nn.LayerNorm(1024), nn.Linear(1024, 8))
+    x = torch.randn(300, 1024)
+    blocks = {"kind": "quantized", "quantizer": {"kind": "int", "bits": 8, "granularity": "block", "block": 16}}
+    hot.convert(model, policy(layer_norm=blocks))
     expected = run(model, x)
-    hot.convert(model, policy(layer_norm=INT8, gelu=INT8, other=INT8))
+    hot.convert(model, policy(layer_norm=blocks, other=INT8))
     got = run(model, x)
-    assert torch.equal(
-        got[1][0], expected[1][0]
-    )  # neither norm nor GELU saw other codes; the linear layer's weight did
-    assert (got[1][3] - expected[1][3]).norm() < 0.02 * expected[1][3].norm()
+    assert torch.equal(got[1][0], expected[1][0])  # the norm saw the same codes; the linear layer's weight did not
+    assert 0 < (got[1][3] - expected[1][3]).norm() < 0.02 * expected[1][3].norm()
+
+
+def test_what_was_changed_in_place_is_not_made_again() -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.gelu(x)
+            with torch.no_grad():
+                y += 3.0
+            return self.layer(y)
+
+    torch.manual_seed(0)
+    module, x = Changes(), torch.randn(32, 64)
+    _, exact = run(module, x)
+    child = hot.Policy(
+        extends="int8",
+        defaults={"buffer": {"kind": "packed", "recompute": True}},
+        activations=[{"match": "**", "gelu": INT8}],
+    )
+    hot.convert(module, child)
+    _, grads = run(module, x)
+    assert (exact[1] - grads[1]).norm() < 0.03 * exact[1].norm()

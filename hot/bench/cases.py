@@ -21,6 +21,7 @@ Case = tuple[str, Callable[[], tuple[Any, ...]]]
 
 FULL, LOW = Hadamard().spec, HadamardLowRank().spec
 BLOCK = Int(bits=8, granularity="block", block=128).spec
+BLOCK4 = Int(bits=4, granularity="block", block=64, rounding="hashed").spec
 
 
 def integer(bits: int, rounding: Rounding = "hashed") -> Args:
@@ -105,6 +106,19 @@ def cases(op: str, s: Inputs) -> list[Case]:
             ("int8 row", lambda: _dequantize(s, integer(8))),
             ("int8 block 128", lambda: _dequantize(s, BLOCK)),
         ],
+        "quantize_pack4": [("int4 block 64 hashed", lambda: {"x": s.grad(), **BLOCK4})],
+        "activation": [
+            ("GELU, int4 block 64", lambda: _kept(s, BLOCK4, function="gelu", dtype=s.dtype)),
+            ("SiLU, int8 row", lambda: _kept(s, integer(8), function="silu", dtype=s.dtype)),
+        ],
+        "activation_backward": [
+            ("GELU, int4 block 64", lambda: {"g": s.grad(), **_kept(s, BLOCK4, function="gelu")}),
+            ("SiLU, int8 row", lambda: {"g": s.grad(), **_kept(s, integer(8), function="silu")}),
+        ],
+        "norm_backward": [
+            ("layer norm, int4 block 64", lambda: {"g": s.grad(), **_kept(s, BLOCK4, **_norm(s, True))}),
+            ("RMS norm, int8 row", lambda: {"g": s.grad(), **_kept(s, integer(8), **_norm(s, False))}),
+        ],
         "pack4": [("int4", lambda: {"codes": s.codes(t * s.dtype.itemsize, w, 4)})],
         "unpack4": [("int4", lambda: {"packed": s.codes(t * s.dtype.itemsize, w, 8).view(torch.uint8), "length": 2 * w})],
         "matmul": [
@@ -130,6 +144,19 @@ def cases(op: str, s: Inputs) -> list[Case]:
         ],
     }  # fmt: skip
     return [(name, partial(_in_order, op, make)) for name, make in known.get(op, [])]
+
+
+def _kept(s: Inputs, how: Args, **more: Any) -> Args:
+    """An activation's input as large as the gradient, which is kept as codes; those of 4 bits two a byte."""
+    bits = bits_of(how["format"])
+    scale = torch.rand(scale_shape(s.tokens, s.width, how["granularity"], how["group"]), device=s.device) + 0.01
+    codes = s.codes(s.tokens, s.width, bits) if bits > 4 else s.codes(s.tokens, s.width // 2, 8).view(torch.uint8)
+    return {"codes": codes, "scale": scale, "group": how["group"], "length": s.width, **more}
+
+
+def _norm(s: Inputs, centered: bool) -> Args:
+    weight = s.values(s.width, dtype=torch.float32)
+    return {"weight": weight, "eps": 1e-6, "centered": centered, "dtype": torch.float32}
 
 
 def _in_order(op: str, make: Callable[[], Args]) -> tuple[Any, ...]:
