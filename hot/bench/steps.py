@@ -1,0 +1,253 @@
+"""One training step of a workload in several variants: its memory and its time; and the largest batch that fits a budget."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from hot.bench.timing import Timing
+from hot.bench.workloads import Workload, checkpointed, workloads
+from hot.convert import convert
+from hot.errors import HotError, did_you_mean
+from hot.memory import PeakMemory, count_saved_bytes
+from hot.policies.blocks import NESTED, validate
+from hot.policies.presets import preset_folder
+from hot.policies.schema import Policy
+from hot.policies.yaml_source import Node, Problems, read_yaml
+
+NESTED[Workload] = workloads  # for `validate`
+FOLDER = preset_folder().parent / "memory"
+
+
+class StepConfig(BaseModel):
+    """A workload, how much of it makes a batch, and the policies that are measured beside torch's own ways."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    name: str = Field(min_length=1)
+    workload: Workload
+    batch: int = Field(ge=1)
+    policies: list[str] = ["hot", "memory"]
+
+
+def config_names() -> list[str]:
+    """The configurations that come with HOT."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_config(name: str) -> StepConfig:
+    """The configuration of that name, or in that file. Raises PolicyError with every problem, HotError for an unknown name."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) or "/" in name else FOLDER / f"{name}.yaml"
+    if path.parent == FOLDER and not path.exists():
+        known = config_names()
+        raise HotError(
+            f"no configuration {name!r}{did_you_mean(name, known) or '.'} Known: {', '.join(known)}; or give a file"
+        )
+    problems = Problems()
+    root = read_yaml(path, problems)
+    if root is not None:
+        problems.expect(root, dict)
+    problems.raise_any()
+    assert root is not None  # or there would have been a problem
+    root = Node({"name": Node(path.stem, root.mark, root.mark), **root.value}, root.mark, root.key)
+    found = validate(StepConfig, root, problems, "a configuration")
+    problems.raise_any()
+    assert found is not None  # or there would have been a problem
+    return found
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to take the step. low: under bf16 autocast; tf32: float32 products in TF32; policy: of the converted layers."""
+
+    name: str
+    low: bool = False
+    tf32: bool = False
+    checkpoints: bool = False
+    policy: Policy | None = None
+
+
+TORCH = (
+    Variant("fp32"),
+    Variant("tf32", tf32=True),
+    Variant("bf16", low=True),
+    Variant("bf16 + checkpointing", low=True, checkpoints=True),
+)
+"""torch's own ways. bf16: autocast, with float32 weights."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step of one variant. Bytes; milliseconds. saved: what autograd holds between forward and backward, by all ops and by
+    linear and conv layers; peak_…: of a whole step, on a CPU `allocated` is the growth of the process, reserved is None.
+
+    reason: why there are no numbers.
+    """
+
+    workload: str
+    batch: int
+    variant: str
+    saved: int | None = None
+    saved_in_layers: int | None = None
+    peak_allocated: int | None = None
+    peak_reserved: int | None = None
+    p20_ms: float | None = None
+    p50_ms: float | None = None
+    p80_ms: float | None = None
+    reason: str = ""
+
+
+class Training:
+    """A model in one variant, its optimizer (AdamW) and one batch. ``step()`` takes a whole step and returns the loss."""
+
+    def __init__(self, workload: Workload, variant: Variant, batch: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.workload, self.variant, self.device = workload, variant, device
+        with device:
+            self.model: nn.Module = workload.build()
+        if variant.checkpoints:
+            checkpointed(workload.blocks(self.model))
+        if variant.policy is not None:
+            convert(self.model, variant.policy)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, 1e-4, fused=device.type == "cuda")
+        self.batch = workload.batch(batch, device)
+
+    def forward(self) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.variant.low):
+            return self.workload.loss(self.model, self.batch)
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.forward()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def saved(self) -> tuple[int, int]:
+        """Bytes that a forward saves, by all ops and by layers."""
+        with count_saved_bytes(self.model) as counted:
+            loss = self.forward()
+        loss.backward()  # and with it goes what was saved
+        return counted.total, counted.in_layers
+
+
+def measure_step(
+    workload: Workload, name: str, variant: Variant, batch: int, device: torch.device, repeats: int = 8
+) -> Row:
+    """Memory and time of a variant, from a fresh model on an emptied allocator. Out of memory is a row that says so."""
+    try:
+        with _settled(variant, device):
+            return _measure(workload, name, variant, batch, device, repeats)
+    except torch.OutOfMemoryError:
+        return Row(
+            name, batch, variant.name, reason=f"out of memory at batch {batch}: try a smaller --batch, or --budget"
+        )
+    finally:
+        free(device)
+
+
+def _measure(workload: Workload, name: str, variant: Variant, batch: int, device: torch.device, repeats: int) -> Row:
+    training = Training(workload, variant, batch, device)
+    for _ in range(3):  # kernels are compiled, and the optimizer has its state
+        training.step()
+    saved = training.saved()
+    training.optimizer.zero_grad(set_to_none=True)
+    peak = PeakMemory(device)
+    training.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    peaks = peak.read()
+    times = Timing.of([_milliseconds(training.step, device) for _ in range(repeats)])
+    return Row(
+        name, batch, variant.name, *saved, peaks.get("allocated", peaks.get("rss_growth")), peaks.get("reserved"),
+        times.p20, times.p50, times.p80,
+    )  # fmt: skip
+
+
+def _milliseconds(step: Callable[[], object], device: torch.device) -> float:
+    """A step's time; on CUDA the host may run ahead within it, as it does in training."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        step()
+        return (time.perf_counter() - start) * 1e3
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    step()
+    last.record()
+    torch.cuda.synchronize(device)
+    return first.elapsed_time(last)
+
+
+@contextmanager
+def _settled(variant: Variant, device: torch.device) -> Iterator[None]:
+    """The variant's precision of float32 products; all as it was afterwards."""
+    precision = torch.get_float32_matmul_precision()
+    free(device)
+    torch.set_float32_matmul_precision("high" if variant.tf32 else "highest")
+    cudnn: AbstractContextManager[object] = nullcontext()
+    if device.type == "cuda":
+        cudnn = torch.backends.cudnn.flags(enabled=True, allow_tf32=variant.tf32)
+    try:
+        with cudnn:
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def free(device: torch.device) -> None:
+    """Give back what nobody holds: after an error its traceback may have held the whole step."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def largest_batch(fits: Callable[[int], bool], first: int = 8, most: int = 2**16) -> int:
+    """The largest batch that fits, where every smaller one does too: doubled, then halved the interval. 0: not even one."""
+    low, high = 0, first
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > max(low // 32, 1):  # to 3 %, which is finer than what a step takes varies
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def fits_budget(workload: Workload, variant: Variant, budget: int, device: torch.device) -> Callable[[int], bool]:
+    """Whether two steps of a batch stay within so many bytes of a GPU's memory, by taking them: the allocator is given no more.
+
+    Raises HotError on a CPU, and where the budget is more than the GPU has.
+    """
+    if device.type != "cuda":
+        raise HotError("--budget needs a GPU: a process's memory on a CPU can't be limited so")
+    total = torch.cuda.get_device_properties(device).total_memory
+    if budget > total:
+        raise HotError(f"--budget {budget / 2**30:.1f}GiB is more than the {total / 2**30:.1f} GiB of this GPU")
+
+    def fits(batch: int) -> bool:
+        try:
+            with _settled(variant, device):
+                torch.cuda.set_per_process_memory_fraction(budget / total, device)
+                training = Training(workload, variant, batch, device)
+                training.step()
+                training.step()
+                torch.cuda.synchronize(device)
+            return True
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            with contextlib.suppress(UnboundLocalError):
+                del training
+            free(device)
+
+    return fits
