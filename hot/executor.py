@@ -111,12 +111,30 @@ def as_written(t: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False)
 
 
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, view: View) -> Tensor:
+    """torch's own op. Under autocast on copies of our own: those that autocast makes of weights it holds until its end,
+    half of the model again at the peak; backward needs none of them."""
+    kind = x.device.type
+    if kind == "meta" or torch.compiler.is_compiling() or not torch.is_autocast_enabled(kind):
+        return view.forward(x, weight, bias)
+    low = torch.get_autocast_dtype(kind)
+    x, weight = (t.to(low) if _is_cast(t) else t for t in (x, weight))
+    if bias is not None and _is_cast(bias):
+        bias = bias.to(low)
+    with torch.autocast(kind, enabled=False):
+        return view.forward(x, weight, bias)
+
+
+def _is_cast(t: Tensor) -> bool:
+    return t.is_floating_point() and t.dtype != torch.float64
+
+
 class Hot(torch.autograd.Function):
     """forward: torch's own op, plus what the plan saves. backward: the plan's two products and the exact bias gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
-        y = view.forward(x, weight, bias)
+        y = _forward(x, weight, bias, view)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         with as_written(x):  # autocast would cast the transforms' own products
             recipe = _recipe(x, plan) if needs_weight and x.numel() else None
