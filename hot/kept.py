@@ -24,6 +24,10 @@ class Layout(NamedTuple):
     order: tuple[int, ...]
     k: int
 
+    @property
+    def matrix_shape(self) -> torch.Size:
+        return torch.Size((self.shape.numel() // self.k if self.k else 0, self.k))
+
     def matrix(self, t: Tensor) -> Tensor:
         """t, of the tensor's shape, as the matrix: a view where it lies in memory so."""
         return t.permute(self.order).reshape(-1, self.k)

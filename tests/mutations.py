@@ -61,7 +61,7 @@ MUTATIONS = [
     Mutation("executor: autocast reaches the transforms", "hot/executor.py",
              "with as_written(x):  # autocast", "with torch.no_grad():  # autocast"),
     Mutation("activations: the outermost plan speaks", "hot/activations/calls.py",
-             "innermost = _active.plan == self.plan", "innermost = True"),
+             "innermost = _is_same(_active.plan, self.plan)", "innermost = True"),
     Mutation("activations: autocast is forgotten", "hot/activations/recomputed.py", "low, enabled=enabled", "low, enabled=False"),
     Mutation("activations: relu lets no NaN pass", "hot/activations/bits.py", "(y <= 0).logical_not_()", "y > 0"),
     Mutation("activations: dropout without its factor", "hot/activations/bits.py", "g * ctx.factor", "g"),

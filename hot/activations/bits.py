@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hot.kept import layout_of
 from hot.recipes import recipe_of, remember
 
 
@@ -32,14 +33,18 @@ class Relu(torch.autograd.Function):
         y = torch.relu_(x) if inplace else torch.relu(x)
         if inplace:
             ctx.mark_dirty(x)
-        ctx.save_for_backward(pack_bits((y <= 0).logical_not_()))  # a NaN passes, as it does in torch
+        ctx.layout = layout_of(y.shape, y.stride())
+        ctx.save_for_backward(
+            pack_bits(ctx.layout.matrix((y <= 0).logical_not_()))
+        )  # a NaN passes, as it does in torch
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         (bits,) = ctx.saved_tensors
-        return torch.where(unpack_bits(bits, g.shape), g, 0.0), None
+        passed = ctx.layout.tensor(unpack_bits(bits, ctx.layout.matrix_shape))
+        return torch.where(passed, g, 0.0), None
 
 
 def dropout(function: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

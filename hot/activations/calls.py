@@ -32,7 +32,7 @@ _active = threading.local()
 def saving(plan: ActivationPlan) -> Iterator[None]:
     """Inside, ops save what a plan says. Nothing changes where nothing is differentiated, and in compiled graphs, whose
     compiler decides itself what to keep."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or getattr(_active, "plan", None) == plan:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_same(getattr(_active, "plan", None), plan):
         yield
         return
     before = getattr(_active, "plan", None)
@@ -42,6 +42,10 @@ def saving(plan: ActivationPlan) -> Iterator[None]:
             yield
     finally:
         _active.plan = before
+
+
+def _is_same(a: ActivationPlan | None, b: ActivationPlan) -> bool:
+    return a is b or a == b
 
 
 def unwatched() -> AbstractContextManager[object]:
@@ -60,7 +64,7 @@ class _Saving(TorchFunctionMode):
         op = _OPS.get(function)
         if op is None or op not in self.buffers:
             return function(*args, **kwargs)
-        innermost = _active.plan == self.plan  # the plan of a module inside another's speaks for all of its ops
+        innermost = _is_same(_active.plan, self.plan)  # the plan of a module inside another's speaks for all of its ops
         if not innermost or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         return SERVED[op][1](function, args, kwargs, self.buffers[op], self.plan.backend)

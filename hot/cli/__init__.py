@@ -14,6 +14,7 @@ from hot.cli.calibrate import calibrate
 from hot.cli.check import check
 from hot.cli.info import info
 from hot.cli.listing import listing
+from hot.cli.memory import memory
 from hot.cli.plan import plan
 from hot.cli.train import train
 from hot.errors import HotError
@@ -34,6 +35,7 @@ def _root() -> None:
 
 app.command("train")(train)
 app.command("plan")(plan)
+app.command("memory")(memory)
 app.command("calibrate")(calibrate)
 app.command("check")(check)
 app.add_typer(bench, name="bench")

@@ -110,4 +110,8 @@ def activation_plan(built: dict[str, Params], backend: str) -> ActivationPlan:
             _ = buffer.quantizer.spec  # worked out here once
             if buffer.recompute:
                 raise PolicyError([f"activations: {op}: recompute is for the buffer of a layer: leave it out"])
-    return plan
+    return _known.setdefault(plan, plan)
+
+
+_known: dict[ActivationPlan, ActivationPlan] = {}
+"""Equal plans as one object, by which steps tell them apart: comparing their parameters takes as long as a launch."""

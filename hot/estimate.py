@@ -1,0 +1,392 @@
+"""The analytic calculator: what a training step saves, its peak, and its bit operations, from shapes alone.
+
+The forward runs on meta tensors, without memory or time. A ledger sees every call of a torch function, casts as CUDA's autocast
+does, and books what torch's op keeps for backward, or what a plan keeps instead: the codes are those of the code that makes
+them. Peak = weights, AdamW's two moments and the batch, plus the larger of
+
+    forward    what is saved so far + what the running op reads and writes, and other tensors that are still in use
+    backward   what is not yet differentiated + gradients of what the op read and wrote + gradients of the weights behind it
+
+and, under checkpointing, what one block saves when it runs again.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from hot.bench.steps import Variant
+from hot.bench.workloads import Workload
+from hot.convert import view_of
+from hot.crossover import Point, judge
+from hot.executor import keep
+from hot.kept import Kept, can_keep, rows_of
+from hot.policies.activations import ActivationPlan
+from hot.policies.buffers import Quantized
+from hot.policies.layers import layers_of, scopes_of
+from hot.policies.plan import LayerPlan
+from hot.policies.quantizers import Quantizer
+from hot.policies.resolve import resolve, resolve_activations
+from hot.views import View
+
+LOW = {F.linear, F.conv2d, torch.matmul, Tensor.matmul, torch.bmm, F.scaled_dot_product_attention}
+"""What autocast runs in bf16 (of what models here call)."""
+WIDE = {
+    F.layer_norm, torch.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, F.cross_entropy,
+    torch.exp, torch.pow, Tensor.pow, torch.rsqrt, Tensor.rsqrt,
+}  # fmt: skip
+"""What it runs in float32."""
+OUTPUT = {torch.rsqrt, torch.exp, torch.tanh, torch.sigmoid, F.softmax, torch.softmax, Tensor.softmax, Tensor.rsqrt}
+"""What keeps its result; of the others in UNARY the input."""
+UNARY = {torch.pow, Tensor.pow, F.gelu, F.silu, torch.cos, torch.sin}
+
+
+PASSES = "forward", "grad_input", "grad_weight"
+
+
+@dataclass
+class Estimate:
+    """Bytes, and bit operations. by_op: bytes saved by module and op. published: what papers count as saved, inputs of linear
+    and conv layers alone: elements · bits / 8 · the share of the coefficients that a projection keeps. bops: of the products of
+    linear and conv layers, by pass: multiply-adds times the bits of both operands, as the HOT paper counts them."""
+
+    saved: int = 0
+    saved_in_layers: int = 0
+    peak: int = 0
+    published: int = 0
+    by_op: dict[tuple[str, str], int] = field(default_factory=dict)
+    bops: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class _Event:
+    """One op: bytes that it saved, that its backward reads and writes beside that, and those of its weights' gradients."""
+
+    saved: int
+    moved: int
+    gradients: int
+
+
+def estimate(workload: Workload, variant: Variant, batch: int, points: Sequence[Point] = ()) -> Estimate:
+    """The estimate of one variant's step at a batch size. points: the crossover that counts under ``backend: auto``.
+
+    Raises HotError that names what to install, and what resolving the policy raises.
+    """
+    with torch.device("meta"):
+        model = workload.build()
+    inputs = workload.batch(batch, torch.device("meta"))
+    ledger = _Ledger(model, variant, points)
+    blocks = workload.blocks(model) if variant.checkpoints else []
+    with torch.no_grad(), ledger.watching(model, blocks):
+        workload.loss(model, inputs)
+    return ledger.close(model, inputs)
+
+
+@lru_cache(maxsize=1024)
+def _code_bytes(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, buffer: Quantized, k: int) -> int:
+    t = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    kept = Kept.of(t, buffer, "reference", rows_of(shape, k) if k else None).tensors
+    return sum(each.numel() * each.element_size() for each in kept)
+
+
+@lru_cache(maxsize=1024)
+def _kept_bytes(shape: torch.Size, dtype: torch.dtype, product: torch.dtype, plan: LayerPlan, view: View) -> int:
+    kept = keep(torch.empty(shape, dtype=dtype, device="meta"), product, plan, view)
+    return sum(t.numel() * t.element_size() for t in kept)
+
+
+class _Ledger(TorchFunctionMode):
+    def __init__(self, model: nn.Module, variant: Variant, points: Sequence[Point]) -> None:
+        super().__init__()
+        self.low = torch.bfloat16 if variant.low else None
+        self.points = points
+        plans = {} if variant.policy is None else resolve(variant.policy, model)
+        self.layers = {id(layer.module.weight): (layer, plans.get(layer.name)) for layer in layers_of(model)}
+        found = {} if variant.policy is None else resolve_activations(variant.policy, model)
+        self.scopes = {scope.module: found[scope.name] for scope in scopes_of(model) if scope.name in found}
+        self.names = {module: name for name, module in model.named_modules()}
+        self.path, self.active = [""], list[ActivationPlan]()
+        self.parameters = {id(p) for p in model.parameters()}
+        self.result, self.events, self.peak = Estimate(), list[_Event](), 0
+        self.booked: dict[Any, int] = {}  # saved bytes by what they are of
+        self.keys, self.numbers = dict[int, int](), count()
+        self.live: Counter[int] = Counter()  # tensors of a storage
+        self.sizes: dict[int, int] = {}
+        self.makeable: set[int] = set()  # storages whose values codes can make again
+        self.tracked: set[int] = set()  # and those that autograd follows
+        self.recomputes = 0  # checkpointed blocks that are running
+        self.inside, self.largest = dict[Any, int](), 0  # what the running block will save in backward; the most of all
+        self.casts: list[tuple[Tensor, Tensor]] = []  # of parameters
+
+    @contextmanager
+    def watching(self, model: nn.Module, blocks: list[nn.Module]) -> Iterator[None]:
+        """Sees the calls of a forward, and in which module they are."""
+        handles = []
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        self.blocks = set(blocks)
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.path.append(self.names[module])
+        if module in self.scopes:
+            self.active.append(self.scopes[module])
+        if module in self.blocks:
+            self.recomputes += 1
+            self.inside = {}
+            for x in [*args, *kwargs.values()]:
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    self.book("checkpoint", x, force=True)
+        plan = self.scopes.get(module)
+        if plan is not None and plan.whole is not None:
+            for x in args:
+                if can_keep(x):
+                    self.codes("module", x, plan.whole)
+            self.recomputes += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.path.pop()
+        plan = self.scopes.get(module)
+        if plan is not None:
+            self.active.pop()
+            self.recomputes -= plan.whole is not None
+        if module in self.blocks:
+            self.recomputes -= 1
+            self.largest = max(self.largest, sum(self.inside.values()))
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.low is not None and function in LOW | WIDE:
+            wanted = self.low if function in LOW else torch.float32
+            args = tuple(self._cast(a, wanted) for a in args)
+            kwargs = {name: self._cast(a, wanted) for name, a in kwargs.items()}
+        if function is Tensor.__bool__:  # models ask of values whether the plain case is given, and there are none here
+            return True
+        y = function(*args, **kwargs)
+        if function is F.scaled_dot_product_attention:  # CUDA's kernels write heads beside each other
+            y = y.transpose(1, 2).contiguous().transpose(1, 2)
+        results = [
+            t for t in (y if isinstance(y, (tuple, list)) else [y]) if isinstance(t, Tensor) and type(t) is Tensor
+        ]
+        for t in results:
+            self._see(t)
+        before = sum(self.booked.values())
+        tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        differentiates = any(map(self._requires_grad, tensors))
+        if differentiates:
+            self.tracked.update(map(self._key, results))
+        if differentiates and results and results[0].is_floating_point():
+            self._account(function, args, kwargs, tensors, results[0])
+            moved = [t for t in (*tensors, results[0]) if t.is_floating_point() and id(t) not in self.parameters]
+            new = {self._key(t): t.untyped_storage().nbytes() for t in moved}
+            weights = sum(t.numel() * 4 for t in tensors if id(t) in self.parameters and t.requires_grad)
+            views = self._key(results[0]) in map(self._key, tensors)
+            saved = sum(self.booked.values()) - before
+            self.events.append(_Event(saved, 0 if views else sum(new.values()), weights))
+        self.peak = max(self.peak, self._now())
+        return y
+
+    def _cast(self, t: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype == dtype:
+            return t
+        cast = t.to(dtype)
+        if id(t) in self.parameters:  # made once for a step, and held by autocast
+            self.parameters.add(id(cast.requires_grad_(t.requires_grad)))
+            self.casts.append((cast, t))
+        else:
+            self._see(cast)
+        return cast
+
+    def _see(self, t: Tensor) -> None:
+        """A tensor that is in use until its object goes."""
+        key = self._key(t)
+        self.sizes[key] = t.untyped_storage().nbytes()
+        self.live[key] += 1
+        weakref.finalize(t, self._forget, key, t.untyped_storage()._cdata)
+
+    def _forget(self, key: int, address: int) -> None:
+        self.live[key] -= 1
+        if self.live[key] <= 0:
+            del self.live[key]
+            self.makeable.discard(key)
+            self.tracked.discard(key)
+            if self.keys.get(address) == key:
+                del self.keys[address]  # which may be another's from now on
+
+    def _requires_grad(self, t: Tensor) -> bool:
+        """Whether autograd would follow t: a parameter that is trained, or what is made of one."""
+        return t.requires_grad if id(t) in self.parameters else self._key(t) in self.tracked
+
+    def _key(self, t: Tensor) -> int:
+        """A number of a tensor's storage, which no other gets."""
+        address = t.untyped_storage()._cdata
+        if address not in self.keys:
+            self.keys[address] = next(self.numbers)
+        return self.keys[address]
+
+    def _now(self) -> int:
+        """Bytes at this moment: saved, and in use beside that."""
+        saved = {key[1] for key in self.booked if key[0] == "tensor"}
+        return sum(self.booked.values()) + sum(self.sizes[key] for key in self.live if key not in saved)
+
+    def book(self, op: str, t: Tensor, in_layer: bool = False, force: bool = False) -> None:
+        """A tensor that is saved as it is, once."""
+        self._add(op, ("tensor", self._key(t)), t.untyped_storage().nbytes(), in_layer, force)
+
+    def codes(self, op: str, t: Tensor, buffer: Quantized, k: int = 0, in_layer: bool = False) -> None:
+        """What is kept of a tensor, once for all that keep the same of it. k: length of its rows, if they are a norm's."""
+        key = "codes", self._key(t), t.storage_offset(), t.shape, buffer
+        self._add(op, key, _code_bytes(t.shape, t.stride(), t.dtype, buffer, k), in_layer)
+
+    def _add(self, op: str, key: tuple[Any, ...], size: int, in_layer: bool = False, force: bool = False) -> None:
+        if self.recomputes and not force:
+            self.inside[key] = size
+        if (self.recomputes and not force) or key in self.booked:
+            return
+        self.booked[key] = size
+        at = self.path[-1], op
+        self.result.by_op[at] = self.result.by_op.get(at, 0) + size
+        self.result.saved_in_layers += size if in_layer else 0
+
+    def _account(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], y: Tensor) -> None:
+        """Book what the op saves."""
+        buffers = dict(self.active[-1].buffers) if self.active else {}
+        op = getattr(function, "__name__", "")
+        buffer = buffers.get(op)
+        x = tensors[0]
+        made = self._key(y)
+        if function in (F.linear, F.conv2d):
+            self._layer(op, function, args, y)
+        elif function is F.scaled_dot_product_attention:
+            for t in tensors[:3]:
+                self.codes(op, t, buffer) if isinstance(buffer, Quantized) else self.book(op, t)
+            if buffer is None:
+                self.book(op, y)
+                self._add(op, ("lse", made), y.numel() // y.shape[-1] * 4)
+        elif op in ("layer_norm", "rms_norm", "group_norm", "batch_norm"):
+            if isinstance(buffer, Quantized):
+                self.codes(op, x, buffer, 0 if op in ("batch_norm", "group_norm") else math.prod(args[1]))
+                if op == "batch_norm":
+                    self.makeable.add(made)
+            else:
+                self.book(op, x)
+                self._add(op, ("statistics", made), 8 * x.numel() // x.shape[-1])
+        elif op in ("gelu", "silu") and isinstance(buffer, Quantized):
+            self.codes(op, x, buffer)
+            self.makeable.add(made)
+        elif op in ("mul", "multiply") and len(tensors) == 2:
+            self._product(op, tensors, buffer, made)
+        elif op in ("relu", "relu_"):
+            if buffer is None:
+                self.book(op, y)
+            else:
+                self._add(op, ("bits", made), y.numel() // 8)
+                if self._key(x) in self.makeable:
+                    self.makeable.add(made)
+        elif op == "dropout" and (args[1] if len(args) > 1 else kwargs.get("p", 0.5)) > 0:
+            self._add(op, ("mask", made), y.numel() // (1 if buffer is None else 8))
+        elif op == "max_pool2d":
+            if buffer is None:
+                self.book(op, x)
+            self._add(op, ("places", made), y.numel() * (8 if buffer is None else 1))
+        elif op == "cross_entropy":
+            if isinstance(buffer, Quantized):
+                self.codes(op, x, buffer, x.shape[-1])
+            else:
+                self._add(op, ("chances", made), x.numel() * x.element_size())
+        elif function in OUTPUT or function in UNARY:
+            self.book(op, y if function in OUTPUT else x)
+
+    def _product(self, op: str, tensors: list[Tensor], buffer: Any, made: int) -> None:
+        a, b = tensors
+        both = a.shape == b.shape and all(map(self._requires_grad, tensors))
+        for t, other in ((a, b), (b, a)):
+            if both and isinstance(buffer, Quantized):
+                if self._key(t) not in self.makeable:
+                    self.codes(op, t, buffer)
+            elif id(t) not in self.parameters and self._requires_grad(other):
+                self.book(op, t)
+        if both and isinstance(buffer, Quantized):
+            self.makeable.add(made)
+
+    def _layer(self, op: str, function: Any, args: Any, y: Tensor) -> None:
+        x, weight = args[0], args[1]
+        origin = next((p for cast, p in self.casts if cast is weight), weight)
+        layer, plan = self.layers.get(id(origin), (None, None))
+        if isinstance(plan, LayerPlan) and layer is not None:
+            verdict = judge(self.points, x.shape, x.dtype, origin.shape, plan, view_of(layer.module))
+            plan = None if plan.backend == "auto" and verdict and verdict.leaves_exact else plan
+        self._operations(x, weight, y, plan if isinstance(plan, LayerPlan) else None, origin.requires_grad)
+        if not isinstance(plan, LayerPlan) or layer is None:
+            if origin.requires_grad:
+                self.book(op, x, in_layer=True)
+            if origin is not weight:
+                self._add(op, ("weight", id(origin)), weight.numel() * weight.element_size())
+            return
+        if not origin.requires_grad or (plan.buffer.recompute and self._key(x) in self.makeable):
+            return
+        if plan.grad_weight.is_exact and isinstance(plan.buffer, Quantized):
+            self.codes(op, x, plan.buffer, in_layer=True)
+            return
+        size = _kept_bytes(x.shape, x.dtype, y.dtype, plan, view_of(layer.module))
+        self._add(op, ("kept", self._key(x), plan.text), size, in_layer=True)
+
+    def _operations(self, x: Tensor, weight: Tensor, y: Tensor, plan: LayerPlan | None, trained: bool) -> None:
+        """Bit operations of the three products: multiply-adds times the bits of both operands."""
+        macs, full = y.numel() * weight.numel() // weight.shape[0], 8 * x.element_size()
+        bops = self.result.bops
+        bops["forward"] += macs * full * full
+
+        def bits(quantizer: Quantizer) -> int:
+            return full if quantizer.is_identity else quantizer.code_bits
+
+        pairs = ((full, full),) * 2
+        share = 1.0
+        if plan is not None:
+            pairs = tuple((bits(a), bits(b)) for a, b in (plan.grad_input.quantizers, plan.grad_weight.quantizers))  # type: ignore[assignment]
+            length = max(y.numel() // y.shape[-1], 1)
+            share = plan.grad_weight.transform.projected_length(length) / length
+        if trained:
+            self.result.published += int(
+                x.numel() * share * (full if plan is None else bits(plan.grad_weight.input)) / 8
+            )
+        bops["grad_input"] += macs * pairs[0][0] * pairs[0][1]
+        bops["grad_weight"] += int(macs * share * pairs[1][0] * pairs[1][1]) if trained else 0
+
+    def close(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Estimate:
+        """The totals."""
+        result = self.result
+        batch = sum(t.numel() * t.element_size() for t in inputs)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        static = weights + 2 * trained + batch + sum(b.numel() * b.element_size() for b in model.buffers())
+        given = {("tensor", self._key(t)): t.untyped_storage().nbytes() for t in inputs}
+        result.saved = sum((given | self.booked).values())
+        held, gradients, backward = sum(size for key, size in self.booked.items() if key not in given), 0, trained
+        for event in reversed(self.events):
+            backward = max(backward, held + gradients + event.moved)
+            held -= event.saved
+            gradients += event.gradients
+        result.peak = static + max(self.peak, backward) + self.largest
+        return result

@@ -1,0 +1,62 @@
+"""`hot memory`: tables, files and mistakes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hot.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+    """stdout and stderr of ``hot memory ARGUMENTS``, which must end with that exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main(["memory", *arguments])
+    assert ended.value.code == code
+    return capsys.readouterr()
+
+
+def test_a_step_in_every_variant(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    table, image = tmp_path / "m.csv", tmp_path / "m.png"
+    chosen = ["--batch", "4", "--repeats", "3", "--device", "cpu", "--variant", "fp32", "--variant", "memory"]
+    out, _ = run(capsys, "tiny", *chosen, "-o", str(table), "--plot", str(image), "--per-op")
+    assert "tiny, batch 4" in out and "blocks.0.mlp.act" in out and image.read_bytes()[:4] == b"\x89PNG"
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["variant"] for row in rows] == ["fp32", "memory"] and rows[0]["batch"] == "4"
+    assert float(rows[1]["saved"]) < 0.4 * float(rows[0]["saved"]) and float(rows[0]["p50_ms"]) > 0
+    assert abs(float(rows[0]["estimated_saved"]) / float(rows[0]["saved"]) - 1) < 0.01
+
+
+def test_an_estimate_runs_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no(*_: Any, **__: Any) -> None:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr("hot.bench.steps.measure_step", no)
+    rows = json.loads(run(capsys, "tiny", "--estimate-only", "--budget", "200MiB", "--json")[0])
+    found = {row["variant"]: row for row in rows}
+    assert found["memory"]["p50_ms"] is None and found["memory"]["largest_batch"] is None
+    assert found["memory"]["estimated_batch"] > 1.5 * found["bf16"]["estimated_batch"] > 0
+    out, _ = run(capsys, "tiny", "--estimate-only")
+    assert "bit operations" in " ".join(out.split()) and "10¹²" in out and "grad_weight" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tinny"], "no configuration 'tinny', did you mean 'tiny'"),
+        (["tiny", "--variant", "bf17"], "--variant 'bf17': choose from fp32, bf16"),
+        (["tiny", "--budget", "24"], "--budget '24' is no size: write 24GiB"),
+        (["tiny", "--policy", "hott"], "hott"),
+        (["tiny", "--estimate-only", "--plot", "x.png"], "--plot shows what was measured"),
+        (["tiny", "-o", "nowhere/m.csv"], "there is no folder nowhere"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = run(capsys, *arguments, "--device", "cpu", code=2)
+    assert message in " ".join(err.split())

@@ -1,0 +1,100 @@
+"""The analytic estimate against what a forward really saves, and against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hot
+from hot.bench.steps import TORCH, Training, Variant
+from hot.bench.workloads import BertStep, LlamaStep, VitStep, Workload
+from hot.crossover import Point
+from hot.estimate import Estimate, estimate
+from hot.policies.resolve import resolve
+
+CPU = torch.device("cpu")
+VIT = VitStep(size=32, classes=10, patch=8, dim=64, depth=2, heads=2)
+WORKLOADS: dict[str, Workload] = {
+    "vit": VIT,
+    "bert": BertStep(dim=64, depth=2, heads=2, length=32, vocabulary=100),
+    "llama": LlamaStep(dim=64, hidden=128, depth=2, heads=4, groups=2, length=32, vocabulary=100),
+}
+POLICIES = ("", "hot", "memory")
+
+
+def variant(policy: str, low: bool = False) -> Variant:
+    return Variant(policy or "exact", low=low, policy=hot.load_policy(policy) if policy else None)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_bytes_that_are_saved(name: str, policy: str) -> None:
+    """In float32, where a CPU saves what a GPU does but for dropout, which keeps factors there."""
+    if name != "vit":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    workload = WORKLOADS[name]
+    training = Training(workload, variant(policy), 8, CPU)
+    for module in training.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "dropout_prob"):
+            module.dropout_prob = 0.0
+    saved, _ = training.saved()
+    guess = estimate(workload, variant(policy), 8)
+    dropped = sum(size for (_, op), size in guess.by_op.items() if op == "dropout")
+    assert abs(guess.saved - dropped - saved) <= 0.1 * saved
+
+
+def test_by_hand() -> None:
+    """One block, counted with a pencil: float32, 4 images of 17 tokens, 64 features."""
+    guess = estimate(VitStep(size=32, classes=10, patch=8, dim=64, depth=1, heads=2), TORCH[0], 4)
+    tokens, byte = 4 * 17, 4
+    x = tokens * 64 * byte
+    block = {
+        ("blocks.0.norm1", "layer_norm"): x + 2 * tokens * byte,
+        ("blocks.0.attn.qkv", "linear"): x,
+        ("blocks.0.attn", "scaled_dot_product_attention"): 4 * x + 2 * tokens * byte,
+        ("blocks.0.norm2", "layer_norm"): x + 2 * tokens * byte,
+        ("blocks.0.mlp.fc1", "linear"): x,
+        ("blocks.0.mlp.act", "gelu"): 4 * x,
+        ("blocks.0.mlp.fc2", "linear"): 4 * x,
+    }
+    assert {at: size for at, size in guess.by_op.items() if at[0].startswith("blocks")} == block
+    macs = tokens * (64 * 192 + 64 * 64 + 2 * 64 * 256) + 4 * 16 * 64 * 192 + 4 * 64 * 10
+    assert guess.bops["forward"] == guess.bops["grad_input"] == guess.bops["grad_weight"] == macs * 32 * 32
+
+
+def test_bit_operations_of_a_plan() -> None:
+    """4 × 4 bits in grad_input, 8 × 8 bits over half of the tokens in grad_weight; bf16 is 16 × 16."""
+    exact, ours = (estimate(VIT, variant(policy, low=True), 16) for policy in ("", "hot"))
+    assert ours.bops["forward"] == exact.bops["forward"]
+    assert exact.bops["grad_input"] / ours.bops["grad_input"] * 1.0 + 6 > 16  # the head and the stem stay exact
+    assert ours.bops["grad_input"] < 0.2 * exact.bops["grad_input"]
+    assert ours.bops["grad_weight"] < 0.3 * exact.bops["grad_weight"]
+    assert ours.published < 0.6 * exact.published
+
+
+def test_variants_in_order() -> None:
+    found = {v.name: estimate(VIT, v, 16) for v in (*TORCH, *(variant(policy, low=True) for policy in POLICIES))}
+    for kind in ("saved", "peak"):
+        sizes = {name: getattr(guess, kind) for name, guess in found.items()}
+        assert sizes["fp32"] == sizes["tf32"] > sizes["bf16"] == sizes["exact"] > sizes["hot"] > sizes["memory"]
+        assert sizes["bf16"] > sizes["bf16 + checkpointing"]
+
+
+def test_it_grows_with_the_batch_and_stays_above_what_is_always_there() -> None:
+    small, large = (estimate(VIT, variant("hot", low=True), batch) for batch in (4, 64))
+    assert 12 < large.saved / small.saved < 16
+    weights = 4 * sum(p.numel() for p in VIT.build().parameters())
+    assert 4 * weights <= small.peak < large.peak
+
+
+def test_a_crossover_counts() -> None:
+    plan = str(resolve(hot.load_policy("hot"), VIT.build())["blocks.0.mlp.fc1"])
+    losing = Point("linear", plan, "bfloat16", 100, 100, 100, 0.5)
+    exact, ours, left = (
+        estimate(VIT, variant(policy, low=True), 16, points)
+        for policy, points in (("", ()), ("hot", ()), ("hot", (losing,)))
+    )
+    assert isinstance(left, Estimate) and left.saved == exact.saved > ours.saved
