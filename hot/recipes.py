@@ -13,10 +13,12 @@ from torch import Tensor
 
 
 class Recipe(NamedTuple):
-    """make(tensors) is the result again, of its shape and dtype, as the codes have it."""
+    """make(tensors) is the result again, of its shape and dtype, as the codes have it; rectified(tensors), where there is one,
+    what a ReLU makes of it."""
 
     tensors: tuple[Tensor, ...]
     make: Callable[[tuple[Tensor, ...]], Tensor]
+    rectified: Callable[[tuple[Tensor, ...]], Tensor] | None = None
 
     def without_tensors(self) -> Recipe:
         """What a graph may hold beside the tensors that it saves itself."""
@@ -26,10 +28,16 @@ class Recipe(NamedTuple):
 _recipes: dict[int, tuple[weakref.ref[Tensor], int, Recipe]] = {}
 
 
-def remember(y: Tensor, tensors: tuple[Tensor, ...], make: Callable[[tuple[Tensor, ...]], Tensor]) -> None:
+def remember(
+    y: Tensor,
+    tensors: tuple[Tensor, ...],
+    make: Callable[[tuple[Tensor, ...]], Tensor],
+    rectified: Callable[[tuple[Tensor, ...]], Tensor] | None = None,
+) -> None:
     """Say how y is made again, for as long as somebody holds it and does not change it."""
     slot = id(y)
-    _recipes[slot] = weakref.ref(y, lambda _: _recipes.pop(slot, None)), y._version, Recipe(tensors, make)
+    recipe = Recipe(tensors, make, rectified)
+    _recipes[slot] = weakref.ref(y, lambda _: _recipes.pop(slot, None)), y._version, recipe
 
 
 def recipe_of(y: Tensor) -> Recipe | None:

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import hot
 from hot import crossover
+from hot.bench.steps import Training, Variant, measure_step
+from hot.bench.workloads import VitStep
+from hot.estimate import estimate
 from hot.memory import saved_bytes
 from hot.train.models import Vit
 
@@ -247,3 +250,55 @@ def test_other_ops_from_codes_and_bits(dtype: torch.dtype) -> None:
     assert torch.equal(run(), loss) and saved_bytes(model, run).total < 0.75 * before
     for a, b in zip(exact, grads(), strict=True):
         assert (a - b).norm() < 0.1 * a.norm() + 1e-6
+
+
+@pytest.mark.parametrize("policy", ["", "hot", "memory"])
+def test_the_peak_is_as_estimated(policy: str) -> None:
+    """Within 10 %, of a ViT that is large enough for its activations to count."""
+    workload = VitStep(dim=384, depth=8, heads=6)
+    variant = Variant(policy or "bf16", low=True, policy=hot.load_policy(policy) if policy else None)
+    with crossover.off():
+        row = measure_step(workload, "vit", variant, 128, CUDA, repeats=3)
+    guess = estimate(workload, variant, 128)
+    assert row.reason == "" and row.peak_allocated is not None and row.saved is not None
+    assert abs(guess.peak / row.peak_allocated - 1) < 0.1 and abs(guess.saved / row.saved - 1) < 0.1
+
+
+def test_a_layer_more_costs_what_it_saves() -> None:
+    """The peak of a deeper stack grows by the bytes that its blocks save and their weights, gradients and moments need."""
+    rows = {}
+    for depth in (4, 12):
+        workload = VitStep(dim=384, depth=depth, heads=6)
+        with crossover.off():
+            rows[depth] = measure_step(
+                workload, "vit", Variant("memory", low=True, policy=hot.load_policy("memory")), 128, CUDA, repeats=3
+            )
+    saved = rows[12].saved - rows[4].saved
+    weights = 8 * 12 * 384**2 * 4
+    grown = rows[12].peak_allocated - rows[4].peak_allocated
+    assert saved + 3 * weights - 2**24 <= grown <= 1.1 * (saved + 4 * weights) + 2**24
+
+
+def test_memory_does_not_grow() -> None:
+    """500 steps under `memory`: what is allocated after a step stays the same, to the byte."""
+    workload = VitStep(size=32, classes=10, patch=8, dim=96, depth=2, heads=3)
+    with crossover.off():
+        training = Training(workload, Variant("memory", low=True, policy=hot.load_policy("memory")), 32, CUDA)
+        found = []
+        for _ in range(500):
+            training.step()
+            found.append(torch.cuda.memory_allocated())
+    assert found[20] == found[-1]
+
+
+def test_out_of_memory_leaves_a_usable_process() -> None:
+    workload = VitStep(dim=384, depth=4, heads=6)
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        torch.cuda.set_per_process_memory_fraction(2**30 / total)
+        full = measure_step(workload, "vit", Variant("bf16", low=True), 256, CUDA, repeats=3)
+        left = torch.cuda.memory_allocated()
+        small = measure_step(workload, "vit", Variant("bf16", low=True), 2, CUDA, repeats=3)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert full.reason.startswith("out of memory at batch 256") and left < 2**28 and small.reason == ""

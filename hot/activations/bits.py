@@ -5,53 +5,64 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hot.backends import get_ops
 from hot.kept import layout_of
 from hot.recipes import recipe_of, remember
 
 
-def relu(function: Any, input: Tensor, inplace: bool = False) -> Tensor:
+def relu(function: Any, backend: str, input: Tensor, inplace: bool = False) -> Tensor:
     inplace = inplace or function in (torch.relu_, Tensor.relu_)
     if type(input) is not Tensor or not input.requires_grad:
         return torch.relu_(input) if inplace else torch.relu(input)
     recipe = recipe_of(input)
-    y: Tensor = Relu.apply(input, inplace)
+    y: Tensor = Relu.apply(input, inplace, backend)
     if recipe is not None:
-        make = recipe.make
-        remember(y, recipe.tensors, lambda tensors: torch.relu(make(tensors)))
+        remember(y, recipe.tensors, recipe.rectified or _Rectified(recipe.make))
     return y
+
+
+class _Rectified:
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return torch.relu(self.make(tensors))
 
 
 class Relu(torch.autograd.Function):
     """torch.relu, which keeps a bit an element instead of its result."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, inplace: bool, backend: str) -> Tensor:
         y = torch.relu_(x) if inplace else torch.relu(x)
         if inplace:
             ctx.mark_dirty(x)
-        ctx.layout = layout_of(y.shape, y.stride())
-        ctx.save_for_backward(
-            pack_bits(ctx.layout.matrix((y <= 0).logical_not_()))
-        )  # a NaN passes, as it does in torch
+        ctx.layout, ctx.backend = layout_of(y.shape, y.stride()), backend
+        ctx.save_for_backward(get_ops(backend, y.device.type).pack1(ctx.layout.matrix(y)))
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        (bits,) = ctx.saved_tensors
-        passed = ctx.layout.tensor(unpack_bits(bits, ctx.layout.matrix_shape))
-        return torch.where(passed, g, 0.0), None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _passed(ctx, g, 1.0), None, None
 
 
-def dropout(function: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _passed(ctx: Any, g: Tensor, factor: float) -> Tensor:
+    (bits,) = ctx.saved_tensors
+    grad = get_ops(ctx.backend, g.device.type).pass1(ctx.layout.matrix(g).contiguous(), bits, factor)
+    return ctx.layout.tensor(grad)
+
+
+def dropout(
+    function: Any, backend: str, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     if not training or inplace or not 0 < p < 1 or type(input) is not Tensor or not input.requires_grad:
         result: Tensor = function(input, p, training, inplace)
         return result
-    result = Dropout.apply(input, p)
+    result = Dropout.apply(input, p, backend)
     return result
 
 
@@ -59,22 +70,22 @@ class Dropout(torch.autograd.Function):
     """F.dropout, which keeps a bit an element instead of its factors."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, p: float, backend: str) -> Tensor:
         if x.is_cuda:
             y, passed = torch.native_dropout(x, p, True)
         else:  # what torch does on other devices, in the same order
             factors = torch.empty_like(x).bernoulli_(1 - p)
             passed = factors != 0
             y = x * factors.div_(1 - p)
-        ctx.save_for_backward(pack_bits(passed))
+        ctx.layout, ctx.backend = layout_of(passed.shape, passed.stride()), backend
+        ctx.save_for_backward(get_ops(backend, x.device.type).pack1(ctx.layout.matrix(passed)))
         ctx.factor = 1 / (1 - p) if x.is_cuda else torch.ones((), dtype=x.dtype).div_(1 - p).item()  # rounded, there
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        (bits,) = ctx.saved_tensors
-        return torch.where(unpack_bits(bits, g.shape), g * ctx.factor, 0.0), None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _passed(ctx, g, ctx.factor), None, None
 
 
 def max_pool2d(
@@ -134,19 +145,3 @@ class MaxPool(torch.autograd.Function):
             .contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
         )
         return torch.ops.aten.max_pool2d_with_indices_backward(g, x, *how, index), *[None] * 5
-
-
-def pack_bits(mask: Tensor) -> Tensor:
-    """mask, bool, any shape, in its contiguous order → uint8, eight elements to a byte, the first in the lowest bit."""
-    flat = mask.flatten().view(torch.uint8)
-    flat = F.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
-    packed = flat[:, 0].clone()
-    for bit in range(1, 8):
-        packed |= flat[:, bit] << bit
-    return packed
-
-
-def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of `pack_bits`."""
-    bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return (packed[:, None] >> bits & 1).flatten()[: shape.numel()].view(shape).bool()

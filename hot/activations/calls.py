@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from hot.activations import bits
+from hot.activations.batch_norm import batch_norm, lies_by_channels
 from hot.activations.fused import activation, norm, product
 from hot.activations.hook import catching
 from hot.activations.losses import cross_entropy
 from hot.activations.recomputed import recomputed
-from hot.kept import Kept, can_keep
+from hot.kept import can_keep
 from hot.policies.activations import ActivationPlan
 from hot.policies.params import Params
-from hot.recipes import remember
 
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
@@ -135,6 +135,8 @@ def _batch_norm(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend:
     if not training or not can_keep(x) or not _differentiates(x, weight, bias):
         return function(*args, **kwargs)
     momentum, eps = 0.1 if momentum is None else momentum, 1e-5 if eps is None else eps
+    if buffer.is_plain and lies_by_channels(x):
+        return batch_norm(x, mean, var, weight, bias, momentum, eps, buffer, backend)
 
     def call(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         again = torch.is_grad_enabled()  # in backward, where the running statistics have had their share
@@ -142,18 +144,7 @@ def _batch_norm(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
         return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
 
-    y = recomputed(call, [x], (x, weight, bias), {}, buffer, backend)
-    with torch.no_grad():
-        kept = Kept.of(x, buffer, backend)  # those that were made just now
-    count, codes = len(kept.tensors), kept.without_tensors()
-
-    def again(tensors: tuple[Tensor, ...]) -> Tensor:
-        rest = iter(tensors[count:])
-        factor, shift = (None if t is None else next(rest) for t in (weight, bias))
-        return F.batch_norm(codes.values(tensors[:count]), None, None, factor, shift, True, 0.0, eps)
-
-    remember(y, (*kept.tensors, *(t for t in (weight, bias) if t is not None)), again)
-    return y
+    return recomputed(call, [x], (x, weight, bias), {}, buffer, backend)
 
 
 def _max_pool(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
@@ -182,11 +173,11 @@ def _mul(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -
 
 
 def _relu(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
-    return bits.relu(function, *args, **kwargs)
+    return bits.relu(function, backend, *args, **kwargs)
 
 
 def _dropout(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
-    return bits.dropout(function, *args, **kwargs)
+    return bits.dropout(function, backend, *args, **kwargs)
 
 
 Serve = Callable[[Any, Args, Kwargs, Params, str], Any]

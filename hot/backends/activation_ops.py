@@ -116,3 +116,107 @@ def norm_backward(
     """
     wide = compute_dtype(g)
     return g.new_empty(g.shape, dtype=dtype), g.new_empty(g.shape[1:], dtype=wide), g.new_empty(g.shape[1:], dtype=wide)
+
+
+def _batch_norm_backward(
+    ops: Ops,
+    g: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    group: int,
+    weight: Tensor | None,
+    mean: Tensor,
+    factor: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = _input(ops, codes, scale, group, g.shape[1], g.dtype)
+    normed, g = (x - mean) * factor, g.to(x.dtype)
+    normed = normed - normed.mean(0)
+    of_bias, of_weight = g.sum(0), (g * normed).sum(0)
+    rest = g - (of_bias + normed * of_weight) / max(g.shape[0], 1)
+    return (rest * factor * (1.0 if weight is None else weight)).to(dtype), of_weight, of_bias
+
+
+@declare_fused_op(_batch_norm_backward)
+def batch_norm_backward(
+    g: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    group: int,
+    weight: Tensor | None,
+    mean: Tensor,
+    factor: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a batch norm, whose input is kept as codes: g (samples, C) float; weight (C,) or None.
+
+    mean, factor (C,): of the batch, as forward found them; factor = 1 / √(var + eps). What the codes say is centered anew, so
+    that the gradient of x adds up to nothing in every channel, as a batch norm's does. Returns that gradient (samples, C) in
+    dtype, and in float32 (float64) those of the weight and of a bias behind it, (C,) each.
+
+    Equals: torch.ops.aten.native_batch_norm_backward(g, dequantize(…), weight, None, None, mean, factor, True, eps, [True] * 3)
+    """
+    wide = compute_dtype(g)
+    return g.new_empty(g.shape, dtype=dtype), g.new_empty(g.shape[1:], dtype=wide), g.new_empty(g.shape[1:], dtype=wide)
+
+
+def _scaled(
+    ops: Ops,
+    codes: Tensor,
+    scale: Tensor,
+    group: int,
+    factor: Tensor,
+    shift: Tensor,
+    rectify: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    y = _input(ops, codes, scale, group, factor.shape[0], dtype) * factor + shift
+    return (y.relu() if rectify else y).to(dtype)
+
+
+@declare_fused_op(_scaled)
+def scaled(
+    codes: Tensor,
+    scale: Tensor,
+    group: int,
+    factor: Tensor,
+    shift: Tensor,
+    rectify: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Values that are kept as codes (rows, K), column by column times a factor (K,) plus a shift (K,), in dtype: what a batch
+    norm gave; with `rectify` what a ReLU behind it gave.
+
+    Equals: (dequantize(codes, scale, group, torch.float32) * factor + shift).relu().to(dtype)
+    """
+    return scale.new_empty((codes.shape[0], factor.shape[0]), dtype=dtype)
+
+
+def _pack1(ops: Ops, x: Tensor) -> Tensor:
+    passed = (x <= 0).logical_not_().flatten().view(torch.uint8)  # a NaN passes
+    eight = F.pad(passed, (0, -passed.numel() % 8)).view(-1, 8)
+    return (eight << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(1, dtype=torch.uint8)
+
+
+@declare_fused_op(_pack1)
+def pack1(x: Tensor) -> Tensor:
+    """A bit an element: whether it is above zero, or NaN. x (rows, K) → uint8 (⌈rows·K/8⌉,), the first in the lowest bit.
+
+    Equals: (F.pad((x <= 0).logical_not().flatten().byte(), …).view(-1, 8) << torch.arange(8)).sum(1)
+    """
+    return x.new_empty((-(-x.numel() // 8),), dtype=torch.uint8)
+
+
+def _pass1(ops: Ops, g: Tensor, bits: Tensor, factor: float) -> Tensor:
+    places = torch.arange(8, dtype=torch.uint8, device=g.device)
+    passed = (bits[:, None] >> places & 1).flatten()[: g.numel()].view(g.shape).bool()
+    return torch.where(passed, g * factor, 0.0)
+
+
+@declare_fused_op(_pass1)
+def pass1(g: Tensor, bits: Tensor, factor: float) -> Tensor:
+    """g (rows, K) times a factor where its bit of `pack1` is set, else zero; in g's dtype.
+
+    Equals: torch.where(bits, g * factor, 0.0)
+    """
+    return g.new_empty(g.shape)

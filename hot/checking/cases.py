@@ -341,3 +341,43 @@ def _norm_backward(s: Source) -> Iterator[tuple[str, Args]]:
         yield edge, {"g": s.values(shape, edge), **_kept(s, *shape, "normal", packed, group), **how}
     how = {"weight": None, "eps": 1e-6, "centered": True, "dtype": s.dtype}
     yield "empty", {"g": s.values((0, 8)), **_kept(s, 0, 8, "normal", False, 0), **how}
+
+
+@register_cases("batch_norm_backward")
+def _batch_norm_backward(s: Source) -> Iterator[tuple[str, Args]]:
+    def call(edge: str, number: int, kept_edge: str) -> tuple[str, Args]:
+        (rows, k), packed, group = KEPT[number % len(KEPT)]
+        rows *= 5
+        statistics = {"mean": s.columns(k), "factor": s.columns(k).abs() + 0.1}
+        how = {"weight": s.values((k,)) if number % 3 else None, **statistics, "dtype": s.dtype}
+        return edge, {"g": s.values((rows, k), edge), **_kept(s, rows, k, kept_edge, packed, group), **how}
+
+    for number in range(2 * len(KEPT)):
+        yield call("normal", number, "normal")
+        yield call("normal", number, "nan")
+    for number, edge in enumerate(edge for edge in EDGES if edge != "huge"):  # of which float32 has no sums
+        yield call(edge, number, "normal")
+
+
+@register_cases("scaled")
+def _scaled(s: Source) -> Iterator[tuple[str, Args]]:
+    for edge in ("normal", "unit", "nan"):
+        for ((rows, k), packed, group), rectify in product(KEPT, (False, True)):
+            how = {"factor": s.columns(k), "shift": s.columns(k), "rectify": rectify, "dtype": s.dtype}
+            yield edge, {**_kept(s, rows, k, edge, packed, group), **how}
+
+
+@register_cases("pack1")
+def _pack1(s: Source) -> Iterator[tuple[str, Args]]:
+    for edge in ("normal", *EDGES):
+        for shape in ((3, 64), (5, 41), (1, 1), (137, 197)):
+            yield edge, {"x": s.values(shape, edge)}
+    yield "empty", {"x": s.values((0, 8))}
+
+
+@register_cases("pass1")
+def _pass1(s: Source) -> Iterator[tuple[str, Args]]:
+    for number, edge in enumerate(("normal", *EDGES)):
+        for shape in ((3, 64), (5, 41), (1, 1), (137, 197)):
+            bits = (torch.arange(-(-shape[0] * shape[1] // 8), device="cpu") * 37 % 256).to(torch.uint8).to(s.device)
+            yield edge, {"g": s.values(shape, edge), "bits": bits, "factor": (1.0, 1 / 0.7)[number % 2]}

@@ -309,3 +309,47 @@ def norm_backward(args: dict[str, Any], got: Sequence[Tensor]) -> Verdicts:
     for what, each, want, unit in zip(("gradient", "of weight", "of bias"), got, wants, units, strict=True):
         stored = _result_unit(want, each.dtype)
         yield measure(what, each, _as_stored(want, each.dtype), (terms * unit).nan_to_num(posinf=0.0) + stored, 1.0)
+
+
+def batch_norm_backward(args: dict[str, Any], got: Sequence[Tensor]) -> Verdicts:
+    """(g − mean g − n · mean g·n) · factor · weight with n = (x − mean) · factor, centered, in float64."""
+    g, codes, scale, group, weight, mean, factor, _ = args.values()
+    x, grad, times = oracles.kept(codes, scale, group, g.shape[1]), exact(g), exact(factor)
+    normed, own = (x - exact(mean)) * times, torch.ones_like(times) if weight is None else exact(weight)
+    normed = normed - normed.mean(0)
+    of_weight, of_bias = (grad * normed).sum(0), grad.sum(0)
+    want = own * times * (grad - (of_bias + normed * of_weight) / len(grad))
+    eps = math.sqrt(len(grad)) * 16 * torch.finfo(compute_dtype(g)).eps
+    large = 1 + (x.abs() + exact(mean).abs()) * times
+    row = (own * times).abs() * (grad.abs() + large * (grad.abs() * large).sum(0) / len(grad))
+    for what, each, wanted, unit in (
+        ("gradient", got[0], want, row),
+        ("of weight", got[1], of_weight, (grad.abs() * large).sum(0)),
+        ("of bias", got[2], of_bias, grad.abs().sum(0)),
+    ):
+        limit = (eps * unit).nan_to_num(posinf=0.0) + _result_unit(wanted, each.dtype)
+        yield measure(what, each, _as_stored(wanted, each.dtype), limit, 1.0)
+
+
+def scaled(args: dict[str, Any], got: Tensor) -> Verdicts:
+    codes, scale, group, factor, shift, rectify, dtype = args.values()
+    product = oracles.kept(codes, scale, group, len(factor)) * exact(factor)
+    want = product + exact(shift)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    unit = 4 * torch.finfo(wide).eps * (product.abs() + exact(shift).abs()).nan_to_num(posinf=0.0)
+    want = torch.where(want <= 0, 0.0, want) if rectify else want
+    yield measure("values", got, _as_stored(want, dtype), unit + _result_unit(want, dtype), 1.0)
+
+
+def pack1(args: dict[str, Any], got: Tensor) -> Verdicts:
+    flags = [not value <= 0 for value in exact(args["x"]).flatten().tolist()]
+    want = [sum(flag << i for i, flag in enumerate(flags[at : at + 8])) for at in range(0, len(flags), 8)]
+    yield measure("bits", got, torch.tensor(want, dtype=torch.float64), 1.0, 0.0)
+
+
+def pass1(args: dict[str, Any], got: Tensor) -> Verdicts:
+    g, bits, factor = args.values()
+    flags = [byte >> i & 1 for byte in bits.tolist() for i in range(8)][: g.numel()]
+    passed = torch.tensor(flags, dtype=torch.bool).view(g.shape)
+    want = torch.where(passed, exact(g) * factor, 0.0)
+    yield measure("passed", got, _as_stored(want, g.dtype), _result_unit(want, g.dtype), 1.0)

@@ -31,6 +31,10 @@ COMPARE: dict[str, Callable[[dict[str, Any], Any], Verdicts]] = {
     "activation": compare.activation,
     "activation_backward": compare.activation_backward,
     "norm_backward": compare.norm_backward,
+    "batch_norm_backward": compare.batch_norm_backward,
+    "scaled": compare.scaled,
+    "pack1": compare.pack1,
+    "pass1": compare.pass1,
 }
 
 

@@ -84,6 +84,11 @@ class Source:
         """Positive float32 scales."""
         return (torch.rand(shape, generator=self.generator, device="cpu") + 0.01).to(self.device)
 
+    def columns(self, count: int) -> Tensor:
+        """A float32 number of every column; float64 where the values are."""
+        x = torch.randn(count, generator=self.generator, dtype=torch.float64, device="cpu")
+        return x.to(self.device, torch.float64 if self.dtype == torch.float64 else torch.float32)
+
     def transform(
         self, block: int, rank: int = 0, *, signs: bool = False, prefix: int = 0, tail: str = "pad", drawn: bool = False
     ) -> Args:

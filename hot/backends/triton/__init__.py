@@ -49,4 +49,4 @@ def _version() -> str:
 
 def load() -> None:
     """Import the modules that register the kernels."""
-    from hot.backends.triton import activations, fused, packing, products, quantization, transforms  # noqa: F401
+    from hot.backends.triton import activations, bits, columns, fused, packing, products, quantization, transforms  # noqa: F401

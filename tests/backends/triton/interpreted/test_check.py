@@ -41,6 +41,9 @@ def is_right(op: str, dtype: str, case: Case) -> bool:
             "activation",
             "activation_backward",
             "norm_backward",
+            "batch_norm_backward",
+            "scaled",
+            "pass1",
         )
     return dtype != "float64" or op not in TRANSFORMS
 
