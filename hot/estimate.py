@@ -377,13 +377,13 @@ class _Ledger(TorchFunctionMode):
     def close(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Estimate:
         """The totals."""
         result = self.result
-        batch = sum(t.numel() * t.element_size() for t in inputs)
+        booked = {key[1] for key in self.booked if key[0] == "tensor"}
+        batch = sum(t.untyped_storage().nbytes() for t in inputs if self._key(t) not in booked)
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         static = weights + 2 * trained + batch + sum(b.numel() * b.element_size() for b in model.buffers())
-        given = {("tensor", self._key(t)): t.untyped_storage().nbytes() for t in inputs}
-        result.saved = sum((given | self.booked).values())
-        held, gradients, backward = sum(size for key, size in self.booked.items() if key not in given), 0, trained
+        result.saved = held = sum(self.booked.values())
+        gradients, backward = 0, trained
         for event in reversed(self.events):
             backward = max(backward, held + gradients + event.moved)
             held -= event.saved

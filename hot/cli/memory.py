@@ -72,14 +72,8 @@ def memory(
     variants = [each for each in variants if variant is None or each.name in variant]
     about = environment(where)
     points = crossover.read(str(about["device"]))
-    columns = [
-        *about,
-        *Row.__dataclass_fields__,
-        "estimated_saved",
-        "estimated_peak",
-        "largest_batch",
-        "estimated_batch",
-    ]
+    estimates = ["estimated_saved", "estimated_peak", "published_saved", *(f"bops_{path}" for path in PASSES)]
+    columns = [*about, *Row.__dataclass_fields__, *estimates, "largest_batch", "estimated_batch"]
     if output is not None:
         check_csv(output, columns)
     rows: list[dict[str, Any]] = []

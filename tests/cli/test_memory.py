@@ -26,9 +26,12 @@ def test_a_step_in_every_variant(capsys: pytest.CaptureFixture[str], tmp_path: P
     chosen = ["--batch", "4", "--repeats", "3", "--device", "cpu", "--variant", "fp32", "--variant", "memory"]
     out, _ = run(capsys, "tiny", *chosen, "-o", str(table), "--plot", str(image), "--per-op")
     assert "tiny, batch 4" in out and "blocks.0.mlp.act" in out and image.read_bytes()[:4] == b"\x89PNG"
+    run(
+        capsys, "tiny", "--batch", "4", "--estimate-only", "--device", "cpu", "--variant", "bf16", "-o", str(table)
+    )  # appends
     with table.open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["variant"] for row in rows] == ["fp32", "memory"] and rows[0]["batch"] == "4"
+    assert [row["variant"] for row in rows] == ["fp32", "memory", "bf16"] and rows[0]["batch"] == "4"
     assert float(rows[1]["saved"]) < 0.4 * float(rows[0]["saved"]) and float(rows[0]["p50_ms"]) > 0
     assert abs(float(rows[0]["estimated_saved"]) / float(rows[0]["saved"]) - 1) < 0.01
 

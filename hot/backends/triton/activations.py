@@ -161,7 +161,7 @@ def _norm_settings(key: Key) -> list[Config]:
 ACTIVATION = family("activation", lambda key: {"ELEMENTS": 4096, "num_warps": 4}, _activation_settings)
 """Shape class: values or gradient, class of K, dtype, packed or not, function."""
 NORM = family("norm", lambda key: {"ELEMENTS": 2048, "num_warps": 4, "PROGRAMS": 4}, _norm_settings)
-"""Shape class: class of K, the dtypes of gradient and result, packed or not. PROGRAMS: of each multiprocessor, at most."""
+"""Shape class: class of K, the dtypes of gradient, result and weight, packed or not. PROGRAMS: at most, a multiprocessor."""
 
 
 def _fits(g: Tensor, codes: Tensor, scale: Tensor, group: int) -> bool:
@@ -244,7 +244,8 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out = torch.empty(g.shape, dtype=dtype, device=g.device)
     how = codes.dtype == torch.uint8, group, _scale_row(scale), eps, centered, weight is not None
-    key, programs, launches = _norms(*g.shape, g.stride(0), *how, g.dtype, dtype, multiprocessors(g.device))
+    dtypes = g.dtype, dtype, torch.float32 if weight is None else weight.dtype
+    key, programs, launches = _norms(*g.shape, g.stride(0), *how, *dtypes, multiprocessors(g.device))
     found: list[Tensor] = []
 
     def run(settings: Config) -> None:
@@ -260,7 +261,7 @@ def norm_backward(
 @lru_cache(maxsize=4096)
 def _norms(
     rows: int, k: int, g_row: int, packed: bool, group: int, scale_row: int, eps: float, centered: bool, weighted: bool,
-    g_dtype: torch.dtype, dtype: torch.dtype, many: int,
+    g_dtype: torch.dtype, dtype: torch.dtype, weight_dtype: torch.dtype, many: int,
 ) -> tuple[Key, Callable[[Config], int], Callable[[Config], Launch]]:  # fmt: skip
     """The shape class of one size, how many programs it has, and its launch, by settings."""
     columns = max(power_of_2(k), 2)
@@ -280,7 +281,7 @@ def _norms(
             WEIGHTED=weighted, num_warps=settings["num_warps"],
         )  # fmt: skip
 
-    key: Key = (bucket(k), str(g_dtype), str(dtype), "packed" if packed else "bytes")
+    key: Key = (bucket(k), str(g_dtype), str(dtype), str(weight_dtype), "packed" if packed else "bytes")
     return key, programs, by_settings(make)
 
 

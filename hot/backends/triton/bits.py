@@ -50,12 +50,12 @@ def _serves_pack(x: Tensor) -> bool:
 def pack1(x: Tensor) -> Tensor:
     bits = torch.empty(cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
     with on_device(x):
-        _pack_launch(x.numel())(x, bits)
+        _pack_launch(x.numel(), x.dtype)(x, bits)
     return bits
 
 
 @lru_cache(maxsize=1024)
-def _pack_launch(count: int) -> Launch:
+def _pack_launch(count: int, dtype: torch.dtype) -> Launch:
     return Launch(pack_bits_kernel, cdiv(count, BYTES * 8), (count,), BYTES=BYTES, num_warps=4)
 
 
@@ -67,12 +67,12 @@ def _serves_pass(g: Tensor, bits: Tensor, factor: float) -> bool:
 def pass1(g: Tensor, bits: Tensor, factor: float) -> Tensor:
     out = torch.empty_like(g)
     with on_device(g):
-        _pass_launch(g.numel(), factor)(g, bits, out)
+        _pass_launch(g.numel(), factor, g.dtype)(g, bits, out)
     return out
 
 
 @lru_cache(maxsize=1024)
-def _pass_launch(count: int, factor: float) -> Launch:
+def _pass_launch(count: int, factor: float, dtype: torch.dtype) -> Launch:
     return Launch(pass_bits_kernel, cdiv(count, BYTES * 8), (count, factor), BYTES=BYTES, num_warps=4)
 
 

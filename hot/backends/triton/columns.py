@@ -87,7 +87,7 @@ def batch_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rows, k = g.shape
     how = rows, k, g.stride(0), codes.dtype == torch.uint8, group, _scale_row(scale)
-    programs, sum_up, write = _norm_launches(*how, multiprocessors(g.device))
+    programs, sum_up, write = _norm_launches(*how, multiprocessors(g.device), g.dtype, dtype)
     out = torch.empty(g.shape, dtype=dtype, device=g.device)
     sums = torch.empty((3, programs, k), dtype=torch.float32, device=g.device)
     with on_device(g):
@@ -105,8 +105,9 @@ def batch_norm_backward(
 
 @lru_cache(maxsize=1024)
 def _norm_launches(
-    rows: int, k: int, g_row: int, packed: bool, group: int, scale_row: int, many: int
+    rows: int, k: int, g_row: int, packed: bool, group: int, scale_row: int, many: int, *dtypes: torch.dtype
 ) -> tuple[int, Launch, Launch]:
+    """How many programs add up, and both launches: for tensors of these dtypes, to which a launch is compiled."""
     r, c = _tile(rows, k)
     tiles, chunks = cdiv(rows, r), cdiv(k, c)
     programs = min(tiles, max(PROGRAMS * many // chunks, 1))
@@ -131,13 +132,15 @@ def scaled(
     out = torch.empty((codes.shape[0], factor.shape[0]), dtype=dtype, device=codes.device)
     packed = codes.dtype == torch.uint8
     with on_device(codes):
-        launch = _scaled_launch(*out.shape, packed, group, _scale_row(scale), rectify)
+        launch = _scaled_launch(*out.shape, packed, group, _scale_row(scale), rectify, dtype)
         launch(scale, codes, scale, factor, shift, shift, out)  # no gradient, and no gain
     return out
 
 
 @lru_cache(maxsize=1024)
-def _scaled_launch(rows: int, k: int, packed: bool, group: int, scale_row: int, rectify: bool) -> Launch:
+def _scaled_launch(
+    rows: int, k: int, packed: bool, group: int, scale_row: int, rectify: bool, dtype: torch.dtype
+) -> Launch:
     r, c = _tile(rows, k)
     return Launch(
         columns_kernel, cdiv(rows, r) * cdiv(k, c), (rows, k, cdiv(k, 2) if packed else k, max(group, 1), scale_row, 0),
