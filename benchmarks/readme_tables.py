@@ -241,6 +241,44 @@ def compiled_table() -> str:
     return "\n".join(lines)
 
 
+WORKLOADS = {
+    "vit-b16": "ViT-B/16, 224²",
+    "resnet50": "ResNet-50, 224², channels_last",
+    "bert-base": "BERT-base, 512 tokens",
+    "llama-1b": "Llama, 1.1 B, 2048 tokens",
+    "llama-1b-lora": "the same, LoRA of rank 16",
+}
+
+
+def memory_table() -> str:
+    """A whole training step of every workload and variant: bytes saved, peaks, time, and the estimate of the peak."""
+    rows = read("memory_h200")
+    lines = [
+        f"| training step, {machine(rows)} | variant | saved | peak allocated | of bf16's | peak reserved | step | "
+        "estimated peak |",
+        "| --- " * 8 + "|",
+    ]
+    for name in dict.fromkeys(row["workload"] for row in rows):
+        of = [row for row in rows if row["workload"] == name]
+        bf16 = next(float(row["peak_allocated"]) for row in of if row["variant"] == "bf16")
+        for row in of:
+            peak = float(row["peak_allocated"])
+            cells = [
+                f"{WORKLOADS[name]}, batch {row['batch']}",
+                row["variant"]
+                if row["variant"] in ("fp32", "tf32") or row["variant"].startswith("bf16")
+                else f"`{row['variant']}`",
+                figure(row, "saved", "{:.2f} GiB", 2**-30),
+                f"{peak / 2**30:.2f} GiB",
+                f"{100 * peak / bf16:.0f} %",
+                figure(row, "peak_reserved", "{:.2f} GiB", 2**-30),
+                figure(row, "p50_ms", "{:.0f} ms"),
+                f"{float(row['estimated_peak']) / 2**30:.2f} GiB, {100 * float(row['estimated_peak']) / peak - 100:+.0f} %",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def exists(name: str) -> bool:
     """Whether there is a results file of that name."""
     return (RESULTS / f"{name}.csv").exists()
@@ -254,6 +292,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "kernels-table": (kernels_table, ("kernels_h200",)),
     "layers-table": (layers_table, ("layers_llm_h200", "layers_vit_h200")),
     "latency-table": (latency_table, ("layers_latency_h200",)),
+    "memory-table": (memory_table, ("memory_h200",)),
     "resnet-table": (resnet_table, ("layers_resnet50_h200",)),
 }
 """Marker → what writes the table, and the results it needs, any of which will do."""

@@ -7,7 +7,7 @@ them. Peak = weights, AdamW's two moments and the batch, plus the larger of
     forward    what is saved so far + what the running op reads and writes, and other tensors that are still in use
     backward   what is not yet differentiated + gradients of what the op read and wrote + gradients of the weights behind it
 
-and, under checkpointing, what one block saves when it runs again.
+A checkpointed block is one op of the latter, which writes all that it saves when it runs again.
 """
 
 from __future__ import annotations
@@ -128,7 +128,10 @@ class _Ledger(TorchFunctionMode):
         self.makeable: set[int] = set()  # storages whose values codes can make again
         self.tracked: set[int] = set()  # and those that autograd follows
         self.recomputes = 0  # checkpointed blocks that are running
-        self.inside, self.largest = dict[Any, int](), 0  # what the running block will save in backward; the most of all
+        self.inside, self.before = (
+            dict[Any, int](),
+            0,
+        )  # what the running block saves in backward; saved when it was entered
         self.casts: list[tuple[Tensor, Tensor]] = []  # of parameters
 
     @contextmanager
@@ -152,7 +155,7 @@ class _Ledger(TorchFunctionMode):
             self.active.append(self.scopes[module])
         if module in self.blocks:
             self.recomputes += 1
-            self.inside = {}
+            self.inside, self.before, self.first = {}, sum(self.booked.values()), len(self.events)
             for x in [*args, *kwargs.values()]:
                 if isinstance(x, Tensor) and x.is_floating_point():
                     self.book("checkpoint", x, force=True)
@@ -171,7 +174,9 @@ class _Ledger(TorchFunctionMode):
             self.recomputes -= plan.whole is not None
         if module in self.blocks:
             self.recomputes -= 1
-            self.largest = max(self.largest, sum(self.inside.values()))
+            inputs = sum(self.booked.values()) - self.before
+            most = max((event.moved for event in self.events[self.first :]), default=0)
+            self.events.append(_Event(inputs, sum(self.inside.values()) + most, 0))
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -388,5 +393,5 @@ class _Ledger(TorchFunctionMode):
             backward = max(backward, held + gradients + event.moved)
             held -= event.saved
             gradients += event.gradients
-        result.peak = static + max(self.peak, backward) + self.largest
+        result.peak = static + max(self.peak, backward)
         return result
