@@ -25,8 +25,8 @@ LONGEST = 8192
 
 @triton.jit
 def _coded(
-    codes, scale, row, chunk, rows, k, length, group, scale_row,
-    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, BLOCKS: tl.constexpr,
+    codes, scale, row, chunk, rows, k, length, scale_row,
+    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The values (R, C) of rows in columns from chunk · C on, float32; zeros outside. length: bytes of a row."""
     column = chunk * C + tl.arange(0, C)
@@ -38,8 +38,8 @@ def _coded(
         code = tl.reshape(tl.join((signed << 4).to(tl.int8) >> 4, signed >> 4), (R, C))
     else:
         code = tl.load(codes + (row * length)[:, None] + column[None, :], mask=inside & (column < k)[None, :], other=0)
-    if BLOCKS:
-        at = (row * scale_row)[:, None] + (column // group)[None, :]
+    if GROUP > 0:  # a constant: dividing by a number that is not takes as long as all the rest
+        at = (row * scale_row)[:, None] + (column // GROUP)[None, :]
         own = tl.load(scale + at, mask=inside & (column < k)[None, :], other=0.0)
     else:
         own = tl.load(scale + row * scale_row, mask=row < rows, other=0.0)[:, None]
@@ -77,15 +77,15 @@ def _function(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def values_kernel(
-    codes, scale, out, rows, k, length, group, scale_row,
-    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, BLOCKS: tl.constexpr, FUNCTION: tl.constexpr,
+    codes, scale, out, rows, k, length, scale_row,
+    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """R rows × C columns a program. length: bytes of a row of codes."""
     # out = f(code · scale)
     program, chunks = tl.program_id(0), tl.cdiv(k, C)
     row = (program // chunks).to(tl.int64) * R + tl.arange(0, R)
     chunk = program % chunks
-    x = _coded(codes, scale, row, chunk, rows, k, length, group, scale_row, R, C, PACKED, BLOCKS)
+    x = _coded(codes, scale, row, chunk, rows, k, length, scale_row, R, C, PACKED, GROUP)
     column = chunk * C + tl.arange(0, C)
     mask = (row < rows)[:, None] & (column < k)[None, :]
     tl.store(out + (row * k)[:, None] + column[None, :], _function(x, FUNCTION).to(out.dtype.element_ty), mask=mask)
@@ -93,15 +93,15 @@ def values_kernel(
 
 @triton.jit
 def activation_kernel(
-    g, codes, scale, out, rows, k, length, group, scale_row, g_row,
-    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, BLOCKS: tl.constexpr, FUNCTION: tl.constexpr,
+    g, codes, scale, out, rows, k, length, scale_row, g_row,
+    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """R rows × C columns a program. length: bytes of a row of codes."""
     # out = g · f'(code · scale)
     program, chunks = tl.program_id(0), tl.cdiv(k, C)
     row = (program // chunks).to(tl.int64) * R + tl.arange(0, R)
     chunk = program % chunks
-    x = _coded(codes, scale, row, chunk, rows, k, length, group, scale_row, R, C, PACKED, BLOCKS)
+    x = _coded(codes, scale, row, chunk, rows, k, length, scale_row, R, C, PACKED, GROUP)
     column = chunk * C + tl.arange(0, C)
     mask = (row < rows)[:, None] & (column < k)[None, :]
     grad = tl.load(g + (row * g_row)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -111,8 +111,8 @@ def activation_kernel(
 
 @triton.jit
 def norm_kernel(
-    g, codes, scale, weight, out, sums, rows, k, length, group, scale_row, g_row, programs, share, eps,
-    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, BLOCKS: tl.constexpr, CENTERED: tl.constexpr,
+    g, codes, scale, weight, out, sums, rows, k, length, scale_row, g_row, programs, share, eps,
+    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, CENTERED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """R whole rows at a time, `share` times a program. sums (2, programs, k): what a program adds to the gradients of weight
@@ -125,7 +125,7 @@ def norm_kernel(
     for turn in range(share):
         row = (program + turn * programs).to(tl.int64) * R + tl.arange(0, R)
         mask = (row < rows)[:, None] & (column < k)[None, :]
-        x = _coded(codes, scale, row, 0, rows, k, length, group, scale_row, R, C, PACKED, BLOCKS)
+        x = _coded(codes, scale, row, 0, rows, k, length, scale_row, R, C, PACKED, GROUP)
         grad = tl.load(g + (row * g_row)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         # n = (x − mean x) / √(mean x² + eps); out = (gw − mean gw − n · mean(gw · n)) / √(…)
         if CENTERED:
@@ -217,14 +217,14 @@ def _activations(
     rows: int, k: int, g_row: int | None, packed: bool, group: int, scale_row: int, function: str, dtype: torch.dtype
 ) -> tuple[Key, Callable[[Config], Launch]]:
     """The shape class of one size, and its launch by settings. g_row: None where there is no gradient."""
-    numbers = rows, k, cdiv(k, 2) if packed else k, max(group, 1), scale_row, *(() if g_row is None else (g_row,))
+    numbers = rows, k, cdiv(k, 2) if packed else k, scale_row, *(() if g_row is None else (g_row,))
     kernel = values_kernel if g_row is None else activation_kernel
 
     def make(settings: Config) -> Launch:
         r, c = tile(rows, k, settings["ELEMENTS"], False)
         return Launch(
             kernel, cdiv(rows, r) * cdiv(k, c), numbers,
-            R=r, C=c, PACKED=packed, BLOCKS=group > 0, FUNCTION=function, num_warps=settings["num_warps"],
+            R=r, C=c, PACKED=packed, GROUP=group, FUNCTION=function, num_warps=settings["num_warps"],
         )  # fmt: skip
 
     way = "values" if g_row is None else "gradient"
@@ -275,9 +275,9 @@ def _norms(
     def make(settings: Config) -> Launch:
         r, count = at_once(settings), programs(settings)
         share = cdiv(cdiv(rows, r), count)
-        numbers = rows, k, cdiv(k, 2) if packed else k, max(group, 1), scale_row, g_row, count, share, eps
+        numbers = rows, k, cdiv(k, 2) if packed else k, scale_row, g_row, count, share, eps
         return Launch(
-            norm_kernel, count, numbers, R=r, C=columns, PACKED=packed, BLOCKS=group > 0, CENTERED=centered,
+            norm_kernel, count, numbers, R=r, C=columns, PACKED=packed, GROUP=group, CENTERED=centered,
             WEIGHTED=weighted, num_warps=settings["num_warps"],
         )  # fmt: skip
 
@@ -286,17 +286,17 @@ def _norms(
 
 
 def _activation(g: str, codes: str, function: str, blocks: bool) -> Specimen:
-    how = {"R": 8, "C": 512, "PACKED": codes == "*u8", "BLOCKS": blocks, "FUNCTION": function}
+    how = {"R": 8, "C": 512, "PACKED": codes == "*u8", "GROUP": 64 * blocks, "FUNCTION": function}
     return specimen(activation_kernel, {"g": g, "codes": codes, "scale": "*fp32", "out": g}, **how)
 
 
 def _values(codes: str, function: str, out: str) -> Specimen:
-    how = {"R": 8, "C": 512, "PACKED": codes == "*u8", "BLOCKS": codes == "*u8", "FUNCTION": function}
+    how = {"R": 8, "C": 512, "PACKED": codes == "*u8", "GROUP": 64 * (codes == "*u8"), "FUNCTION": function}
     return specimen(values_kernel, {"codes": codes, "scale": "*fp32", "out": out}, **how)
 
 
 def _norm(g: str, codes: str, out: str, centered: bool, weighted: bool) -> Specimen:
-    how = {"R": 2, "C": 1024, "PACKED": codes == "*u8", "BLOCKS": codes == "*u8"}
+    how = {"R": 2, "C": 1024, "PACKED": codes == "*u8", "GROUP": 64 * (codes == "*u8")}
     pointers = {"g": g, "codes": codes, "scale": "*fp32", "weight": "*fp32", "out": out, "sums": "*fp32", "eps": "fp32"}
     return specimen(norm_kernel, pointers, CENTERED=centered, WEIGHTED=weighted, **how)
 

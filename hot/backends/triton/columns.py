@@ -21,8 +21,8 @@ COLUMNS, ELEMENTS, WARPS, PROGRAMS = 256, 4096, 4, 8
 
 @triton.jit
 def sums_kernel(
-    g, codes, scale, mean, factor, sums, rows, k, length, group, scale_row, g_row, programs, share,
-    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, BLOCKS: tl.constexpr,
+    g, codes, scale, mean, factor, sums, rows, k, length, scale_row, g_row, programs, share,
+    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """sums (3, programs, k): what `share` tiles of R rows add to Σ g·n, n = (x − mean) · factor, to Σ g and to Σ n."""
     program, chunk = tl.program_id(0) % programs, tl.program_id(0) // programs
@@ -35,7 +35,7 @@ def sums_kernel(
     for turn in range(share):
         row = (program + turn * programs).to(tl.int64) * R + tl.arange(0, R)
         mask = (row < rows)[:, None] & (column < k)[None, :]
-        x = _coded(codes, scale, row, chunk, rows, k, length, group, scale_row, R, C, PACKED, BLOCKS)
+        x = _coded(codes, scale, row, chunk, rows, k, length, scale_row, R, C, PACKED, GROUP)
         grad = tl.load(g + (row * g_row)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         normed = tl.where(mask, (x - center[None, :]) * times[None, :], 0.0)
         of_weight += grad * normed
@@ -49,8 +49,8 @@ def sums_kernel(
 
 @triton.jit
 def columns_kernel(
-    g, codes, scale, slope, level, gain, out, rows, k, length, group, scale_row, g_row,
-    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, BLOCKS: tl.constexpr, GRADIENT: tl.constexpr, RECTIFY: tl.constexpr,
+    g, codes, scale, slope, level, gain, out, rows, k, length, scale_row, g_row,
+    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, GRADIENT: tl.constexpr, RECTIFY: tl.constexpr,
 ):  # fmt: skip
     """out = x · slope + level of the column, at least zero if RECTIFY; with GRADIENT g · gain more."""
     program, chunks = tl.program_id(0), tl.cdiv(k, C)
@@ -58,7 +58,7 @@ def columns_kernel(
     chunk = program % chunks
     column = chunk * C + tl.arange(0, C)
     mask = (row < rows)[:, None] & (column < k)[None, :]
-    x = _coded(codes, scale, row, chunk, rows, k, length, group, scale_row, R, C, PACKED, BLOCKS)
+    x = _coded(codes, scale, row, chunk, rows, k, length, scale_row, R, C, PACKED, GROUP)
     by = tl.load(slope + column, mask=column < k, other=0.0)[None, :]
     result = x * by + tl.load(level + column, mask=column < k, other=0.0)[None, :]
     if GRADIENT:
@@ -111,8 +111,8 @@ def _norm_launches(
     r, c = _tile(rows, k)
     tiles, chunks = cdiv(rows, r), cdiv(k, c)
     programs = min(tiles, max(PROGRAMS * many // chunks, 1))
-    numbers = rows, k, cdiv(k, 2) if packed else k, max(group, 1), scale_row, g_row
-    how = {"R": r, "C": c, "PACKED": packed, "BLOCKS": group > 0, "num_warps": WARPS}
+    numbers = rows, k, cdiv(k, 2) if packed else k, scale_row, g_row
+    how = {"R": r, "C": c, "PACKED": packed, "GROUP": group, "num_warps": WARPS}
     sum_up = Launch(sums_kernel, programs * chunks, (*numbers, programs, cdiv(tiles, programs)), **how)
     write = Launch(columns_kernel, tiles * chunks, numbers, GRADIENT=True, RECTIFY=False, **how)
     return programs, sum_up, write
@@ -143,8 +143,8 @@ def _scaled_launch(
 ) -> Launch:
     r, c = _tile(rows, k)
     return Launch(
-        columns_kernel, cdiv(rows, r) * cdiv(k, c), (rows, k, cdiv(k, 2) if packed else k, max(group, 1), scale_row, 0),
-        R=r, C=c, PACKED=packed, BLOCKS=group > 0, GRADIENT=False, RECTIFY=rectify, num_warps=WARPS,
+        columns_kernel, cdiv(rows, r) * cdiv(k, c), (rows, k, cdiv(k, 2) if packed else k, scale_row, 0),
+        R=r, C=c, PACKED=packed, GROUP=group, GRADIENT=False, RECTIFY=rectify, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -153,14 +153,14 @@ _KEPT = {"scale": "*fp32", "g": "*bf16"}
 
 def _columns(codes: str, out: str, gradient: bool, rectify: bool) -> Specimen:
     pointers = {"codes": codes, "out": out, **_KEPT, **dict.fromkeys(("slope", "level", "gain"), "*fp32")}
-    how = {"R": 16, "C": 256, "PACKED": codes == "*u8", "BLOCKS": codes == "*u8"}
+    how = {"R": 16, "C": 256, "PACKED": codes == "*u8", "GROUP": 64 * (codes == "*u8")}
     return specimen(columns_kernel, pointers, GRADIENT=gradient, RECTIFY=rectify, **how)
 
 
 SPECIMENS = [
     specimen(
         sums_kernel, {"codes": "*u8", **_KEPT, **dict.fromkeys(("mean", "factor", "sums"), "*fp32")},
-        R=16, C=256, PACKED=True, BLOCKS=True,
+        R=16, C=256, PACKED=True, GROUP=64,
     ),
     _columns("*u8", "*bf16", True, False),
     _columns("*i8", "*fp16", False, True),
