@@ -4,6 +4,7 @@ Models and data sets of your own: ``@register_model("mine")`` on a subclass of `
 one of `Dataset`; optimizers and schedules alike.
 """
 
+import hot.train.text  # noqa: F401  registers its kinds
 from hot.train.compare import run_experiment
 from hot.train.config import Experiment
 from hot.train.data import Data, Dataset, Examples, datasets, register_dataset

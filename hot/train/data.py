@@ -33,7 +33,8 @@ class Examples:
 
 @dataclass(frozen=True)
 class Data:
-    """A training set, a test set and the number of classes. uint8 inputs are standardized as they are batched."""
+    """A training set, a test set and the number of classes. uint8 inputs are standardized as they are batched, int64 ones are
+    token ids."""
 
     train: Examples
     test: Examples
@@ -41,7 +42,7 @@ class Data:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one input, (C, H, W) for images."""
+        """The shape of one input, (C, H, W) for images, (T,) for token ids."""
         return tuple(self.train.inputs.shape[1:])
 
     @cached_property
@@ -55,10 +56,12 @@ class Data:
         return mean, math.sqrt((count @ (level - mean) ** 2 / count.sum()).item())
 
     def batch(self, examples: Examples, index: Tensor | slice, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The inputs (float32) and labels at an index, on the device."""
+        """The inputs (token ids int64, all else float32) and labels at an index, on the device."""
+        inputs, labels = examples.inputs[index].to(device), examples.labels[index].to(device)
+        if inputs.dtype == torch.int64:
+            return inputs, labels
         mean, std = self.moments
-        inputs = examples.inputs[index].to(device).float()
-        return inputs.sub_(mean).div_(std), examples.labels[index].to(device)
+        return inputs.float().sub_(mean).div_(std), labels
 
 
 def order_of_epoch(count: int, seed: int, epoch: int) -> Tensor:
@@ -143,6 +146,22 @@ def _missing(kind: str, package: str, error: ImportError) -> HotError:
     return HotError(f"data {kind!r} needs {package} ({error}): pip install 'hot-training[train]'")
 
 
+def find_file(kind: str, root: str, name: str, package: str) -> Path:
+    """The file of that name in data.root, or the same with .gz. Raises HotError with the Debian package that has it."""
+    found = [path for path in (Path(root, name), Path(root, f"{name}.gz")) if path.exists()]
+    if not found:
+        raise HotError(
+            f"data {kind!r} needs {name}[.gz] in {root}, which is not there: "
+            f"apt-get install {package}, or set data.root to the folder that holds it"
+        )
+    return found[0]
+
+
+def read_file(path: Path) -> bytes:
+    """What is in a file, unpacked if its name ends in .gz. Raises OSError or EOFError if that is damaged."""
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
 @register_dataset("fashion_mnist")
 class FashionMnist(_Images):
     """70,000 pictures of clothes (28×28): 60,000 to train, 10,000 to test.
@@ -164,18 +183,13 @@ class FashionMnist(_Images):
 
     def _idx(self, name: str, dimensions: int) -> Tensor:
         """An idx file as a uint8 tensor: big-endian magic 0x0000_08_dd, dd sizes of 32 bits, then the bytes."""
-        found = [path for path in (Path(self.root, name), Path(self.root, f"{name}.gz")) if path.exists()]
-        if not found:
-            raise HotError(
-                f"data 'fashion_mnist' needs {name}[.gz] in {self.root}, which is not there: "
-                "apt-get install dataset-fashion-mnist, or set data.root to the folder that holds the idx files"
-            )
+        path = find_file("fashion_mnist", self.root, name, "dataset-fashion-mnist")
         try:
-            content = gzip.decompress(found[0].read_bytes()) if found[0].suffix == ".gz" else found[0].read_bytes()
+            content = read_file(path)
             header = np.frombuffer(content, ">u4", count=1 + dimensions)
             if header[0] != 0x800 + dimensions:
                 raise ValueError(f"magic number {header[0]:#x} instead of {0x800 + dimensions:#x}")
             values = np.frombuffer(content, np.uint8, offset=header.nbytes).reshape(header[1:].tolist())
         except (OSError, EOFError, ValueError) as error:
-            raise HotError(f"{found[0]} is not a whole idx file of {dimensions} dimensions: {error}") from error
+            raise HotError(f"{path} is not a whole idx file of {dimensions} dimensions: {error}") from error
         return torch.from_numpy(values.copy())

@@ -19,7 +19,7 @@ class Model(Params):
     """Parameters of a model. Subclass it, declare fields, write `build`."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """A new model for inputs of a shape, (C, H, W) for images; its weights follow torch.manual_seed."""
+        """A new model for inputs of a shape, (C, H, W) for images, (T,) for token ids; its weights follow torch.manual_seed."""
         raise NotImplementedError(f"{type(self).__name__} has no build()")
 
 

@@ -24,7 +24,7 @@ def test_every_experiment_that_comes_with_hot_loads(name) -> None:
 
 
 def test_the_promised_experiments_are_there() -> None:
-    assert {"quickstart", "fashion-vit", "fashion-resnet18"} <= set(experiment_names())
+    assert {"quickstart", "fashion-vit", "fashion-resnet18", "wordnet-minilm"} <= set(experiment_names())
 
 
 def test_a_file_means_what_it_says(write) -> None:
