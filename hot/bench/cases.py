@@ -119,6 +119,14 @@ def cases(op: str, s: Inputs) -> list[Case]:
             ("layer norm, int4 block 64", lambda: {"g": s.grad(), **_kept(s, BLOCK4, **_norm(s, True))}),
             ("RMS norm, int8 row", lambda: {"g": s.grad(), **_kept(s, integer(8), **_norm(s, False))}),
         ],
+        "batch_norm_backward": [
+            ("int4 block 64", lambda: {"g": s.grad(), **_kept(s, BLOCK4, **_statistics(s), weight=None, dtype=s.dtype)})
+        ],
+        "scaled": [
+            ("batch norm and ReLU, int4 block 64", lambda: _kept(s, BLOCK4, **_line(s), rectify=True, dtype=s.dtype))
+        ],
+        "pack1": [("ReLU", lambda: {"x": s.grad()})],
+        "pass1": [("ReLU", lambda: {"g": s.grad(), "bits": _bits(s), "factor": 1.0})],
         "pack4": [("int4", lambda: {"codes": s.codes(t * s.dtype.itemsize, w, 4)})],
         "unpack4": [("int4", lambda: {"packed": s.codes(t * s.dtype.itemsize, w, 8).view(torch.uint8), "length": 2 * w})],
         "matmul": [
@@ -157,6 +165,19 @@ def _kept(s: Inputs, how: Args, **more: Any) -> Args:
 def _norm(s: Inputs, centered: bool) -> Args:
     weight = s.values(s.width, dtype=torch.float32)
     return {"weight": weight, "eps": 1e-6, "centered": centered, "dtype": torch.float32}
+
+
+def _statistics(s: Inputs) -> Args:
+    mean, factor = s.values(s.width, dtype=torch.float32), s.values(s.width, dtype=torch.float32).abs() + 0.1
+    return {"mean": mean, "factor": factor}
+
+
+def _line(s: Inputs) -> Args:
+    return {"factor": s.values(s.width, dtype=torch.float32), "shift": s.values(s.width, dtype=torch.float32)}
+
+
+def _bits(s: Inputs) -> Tensor:
+    return torch.randint(0, 256, (s.tokens * s.width // 8,), device=s.device, dtype=torch.uint8)
 
 
 def _in_order(op: str, make: Callable[[], Args]) -> tuple[Any, ...]:
