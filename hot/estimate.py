@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from hot.activations.batch_norm import lies_by_channels
 from hot.bench.steps import Variant
 from hot.bench.workloads import Workload
 from hot.convert import view_of
@@ -95,6 +96,13 @@ def estimate(workload: Workload, variant: Variant, batch: int, points: Sequence[
     return ledger.close(model, inputs)
 
 
+def _statistics(op: str, x: Tensor, args: tuple[Any, ...]) -> int:
+    """How many means a norm takes: of every channel, or of every group or row of a sample."""
+    if op == "batch_norm":
+        return x.shape[1]
+    return x.shape[0] * int(args[1]) if op == "group_norm" else x.numel() // math.prod(args[1])
+
+
 @lru_cache(maxsize=1024)
 def _code_bytes(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, buffer: Quantized, k: int) -> int:
     t = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -122,17 +130,16 @@ class _Ledger(TorchFunctionMode):
         self.parameters = {id(p) for p in model.parameters()}
         self.result, self.events, self.peak = Estimate(), list[_Event](), 0
         self.booked: dict[Any, int] = {}  # saved bytes by what they are of
+        self.by_layers = set[Any]()  # what of that linear and conv layers keep
         self.keys, self.numbers = dict[int, int](), count()
         self.live: Counter[int] = Counter()  # tensors of a storage
         self.sizes: dict[int, int] = {}
-        self.makeable: set[int] = set()  # storages whose values codes can make again
+        self.makeable: dict[Any, dict[Any, int]] = {}  # what is kept that a source can be made again of, and its bytes
         self.tracked: set[int] = set()  # and those that autograd follows
         self.recomputes = 0  # checkpointed blocks that are running
-        self.inside, self.before = (
-            dict[Any, int](),
-            0,
-        )  # what the running block saves in backward; saved when it was entered
+        self.inside, self.before = dict[Any, int](), 0  # saved by the running block in backward; saved before it
         self.casts: list[tuple[Tensor, Tensor]] = []  # of parameters
+        self.origins: dict[int, tuple[int, int, int]] = {}  # of other tensors: what the storage of a cast is of
 
     @contextmanager
     def watching(self, model: nn.Module, blocks: list[nn.Module]) -> Iterator[None]:
@@ -161,8 +168,9 @@ class _Ledger(TorchFunctionMode):
                     self.book("checkpoint", x, force=True)
         plan = self.scopes.get(module)
         if plan is not None and plan.whole is not None:
-            for x in args:
-                if can_keep(x):
+            given = [x for x in tree_leaves((args, kwargs)) if can_keep(x)]
+            if any(map(self._requires_grad, [*given, *module.parameters()])):
+                for x in given:
                     self.codes("module", x, plan.whole)
             self.recomputes += 1
 
@@ -188,27 +196,32 @@ class _Ledger(TorchFunctionMode):
             kwargs = {name: self._cast(a, wanted) for name, a in kwargs.items()}
         if function is Tensor.__bool__:  # models ask of values whether the plain case is given, and there are none here
             return True
+        tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        parts = self._made_of(tensors[0]) if tensors else {}
         y = function(*args, **kwargs)
         if function is F.scaled_dot_product_attention:  # CUDA's kernels write heads beside each other
             y = y.transpose(1, 2).contiguous().transpose(1, 2)
+        if (
+            function is F.conv2d and args[0].dim() == 4 and lies_by_channels(args[0])
+        ):  # as its input does, and meta's may not
+            y = y.contiguous(memory_format=torch.channels_last)
         results = [
             t for t in (y if isinstance(y, (tuple, list)) else [y]) if isinstance(t, Tensor) and type(t) is Tensor
         ]
         for t in results:
             self._see(t)
         before = sum(self.booked.values())
-        tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         differentiates = any(map(self._requires_grad, tensors))
         if differentiates:
             self.tracked.update(map(self._key, results))
         if differentiates and results and results[0].is_floating_point():
-            self._account(function, args, kwargs, tensors, results[0])
+            inside = self._account(function, args, kwargs, tensors, results[0], parts)
             moved = [t for t in (*tensors, results[0]) if t.is_floating_point() and id(t) not in self.parameters]
             new = {self._key(t): t.untyped_storage().nbytes() for t in moved}
             weights = sum(t.numel() * 4 for t in tensors if id(t) in self.parameters and t.requires_grad)
             views = self._key(results[0]) in map(self._key, tensors)
             saved = sum(self.booked.values()) - before
-            self.events.append(_Event(saved, 0 if views else sum(new.values()), weights))
+            self.events.append(_Event(saved, 0 if views else sum(new.values()) + inside, weights))
         self.peak = max(self.peak, self._now())
         return y
 
@@ -221,6 +234,9 @@ class _Ledger(TorchFunctionMode):
             self.casts.append((cast, t))
         else:
             self._see(cast)
+            self.origins[self._key(cast)] = self._source(t)
+            if self._requires_grad(t):
+                self.tracked.add(self._key(cast))
         return cast
 
     def _see(self, t: Tensor) -> None:
@@ -234,7 +250,6 @@ class _Ledger(TorchFunctionMode):
         self.live[key] -= 1
         if self.live[key] <= 0:
             del self.live[key]
-            self.makeable.discard(key)
             self.tracked.discard(key)
             if self.keys.get(address) == key:
                 del self.keys[address]  # which may be another's from now on
@@ -250,6 +265,15 @@ class _Ledger(TorchFunctionMode):
             self.keys[address] = next(self.numbers)
         return self.keys[address]
 
+    def _source(self, t: Tensor) -> tuple[int, int, int]:
+        """What a plan keeps t by: storage, offset and version of what autocast cast it from, which is what the plan sees."""
+        key = self._key(t)
+        return self.origins.get(key, (key, int(t.storage_offset()), t._version))
+
+    def _made_of(self, t: Tensor) -> dict[Any, int]:
+        """What is kept that the values can be made again of, and its bytes; of most there is nothing."""
+        return self.makeable.get(self._source(t), {})
+
     def _now(self) -> int:
         """Bytes at this moment: saved, and in use beside that."""
         saved = {key[1] for key in self.booked if key[0] == "tensor"}
@@ -259,23 +283,31 @@ class _Ledger(TorchFunctionMode):
         """A tensor that is saved as it is, once."""
         self._add(op, ("tensor", self._key(t)), t.untyped_storage().nbytes(), in_layer, force)
 
-    def codes(self, op: str, t: Tensor, buffer: Quantized, k: int = 0, in_layer: bool = False) -> None:
-        """What is kept of a tensor, once for all that keep the same of it. k: length of its rows, if they are a norm's."""
-        key = "codes", self._key(t), t.storage_offset(), t.shape, buffer
-        self._add(op, key, _code_bytes(t.shape, t.stride(), t.dtype, buffer, k), in_layer)
+    def codes(self, op: str, t: Tensor, buffer: Quantized, k: int = 0, in_layer: bool = False) -> dict[Any, int]:
+        """Book codes of a tensor, once for all that keep the same of it; k: length of their rows, 0: as `layout_of` has it."""
+        key = "codes", self._source(t), t.shape, buffer
+        size = _code_bytes(t.shape, t.stride(), t.dtype, buffer, k)
+        self._add(op, key, size, in_layer)
+        return {key: size}
 
     def _add(self, op: str, key: tuple[Any, ...], size: int, in_layer: bool = False, force: bool = False) -> None:
         if self.recomputes and not force:
             self.inside[key] = size
-        if (self.recomputes and not force) or key in self.booked:
+            return
+        if in_layer and key not in self.by_layers:  # whoever else keeps it
+            self.by_layers.add(key)
+            self.result.saved_in_layers += size
+        if key in self.booked:
             return
         self.booked[key] = size
         at = self.path[-1], op
         self.result.by_op[at] = self.result.by_op.get(at, 0) + size
-        self.result.saved_in_layers += size if in_layer else 0
 
-    def _account(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], y: Tensor) -> None:
-        """Book what the op saves."""
+    def _account(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], y: Tensor, parts: Any) -> int:
+        """Book what the op saves. parts: what its input could be made of before the call.
+
+        Returns the bytes of gradients that live inside the op, between that of its result and that of its input.
+        """
         buffers = dict(self.active[-1].buffers) if self.active else {}
         op = getattr(function, "__name__", "")
         buffer = buffers.get(op)
@@ -291,24 +323,29 @@ class _Ledger(TorchFunctionMode):
                 self._add(op, ("lse", made), y.numel() // y.shape[-1] * 4)
         elif op in ("layer_norm", "rms_norm", "group_norm", "batch_norm"):
             if isinstance(buffer, Quantized):
-                self.codes(op, x, buffer, 0 if op in ("batch_norm", "group_norm") else math.prod(args[1]))
-                if op == "batch_norm":
-                    self.makeable.add(made)
+                if op != "batch_norm":
+                    self.codes(op, x, buffer, 0 if op == "group_norm" else math.prod(args[1]))
+                elif lies_by_channels(x):
+                    self._add(op, ("statistics", made), 8 * x.shape[1])
+                    # Whoever makes the result again keeps a factor and a summand of every channel, too.
+                    codes = self.codes(op, x, buffer, x.shape[1])
+                    self.makeable[self._source(y)] = {**codes, ("affine", made): 8 * x.shape[1]}
+                else:
+                    self.codes(op, x, buffer)
             else:
                 self.book(op, x)
-                self._add(op, ("statistics", made), 8 * x.numel() // x.shape[-1])
+                self._add(op, ("statistics", made), 8 * _statistics(op, x, args))
         elif op in ("gelu", "silu") and isinstance(buffer, Quantized):
-            self.codes(op, x, buffer)
-            self.makeable.add(made)
+            self.makeable[self._source(y)] = self.codes(op, x, buffer)
         elif op in ("mul", "multiply") and len(tensors) == 2:
-            self._product(op, tensors, buffer, made)
+            self._product(op, tensors, buffer, y)
         elif op in ("relu", "relu_"):
             if buffer is None:
                 self.book(op, y)
             else:
                 self._add(op, ("bits", made), y.numel() // 8)
-                if self._key(x) in self.makeable:
-                    self.makeable.add(made)
+                if parts:
+                    self.makeable[self._source(y)] = parts
         elif op == "dropout" and (args[1] if len(args) > 1 else kwargs.get("p", 0.5)) > 0:
             self._add(op, ("mask", made), y.numel() // (1 if buffer is None else 8))
         elif op == "max_pool2d":
@@ -320,20 +357,21 @@ class _Ledger(TorchFunctionMode):
                 self.codes(op, x, buffer, x.shape[-1])
             else:
                 self._add(op, ("chances", made), x.numel() * x.element_size())
+                return x.numel() * x.element_size()  # that of log_softmax
         elif function in OUTPUT or function in UNARY:
             self.book(op, y if function in OUTPUT else x)
+        return 0
 
-    def _product(self, op: str, tensors: list[Tensor], buffer: Any, made: int) -> None:
+    def _product(self, op: str, tensors: list[Tensor], buffer: Any, y: Tensor) -> None:
         a, b = tensors
         both = a.shape == b.shape and all(map(self._requires_grad, tensors))
-        for t, other in ((a, b), (b, a)):
-            if both and isinstance(buffer, Quantized):
-                if self._key(t) not in self.makeable:
-                    self.codes(op, t, buffer)
-            elif id(t) not in self.parameters and self._requires_grad(other):
-                self.book(op, t)
         if both and isinstance(buffer, Quantized):
-            self.makeable.add(made)
+            of_a, of_b = (self._made_of(t) or self.codes(op, t, buffer) for t in tensors)
+            self.makeable[self._source(y)] = of_a | of_b
+            return
+        for t, other in ((a, b), (b, a)):
+            if id(t) not in self.parameters and self._requires_grad(other):
+                self.book(op, t)
 
     def _layer(self, op: str, function: Any, args: Any, y: Tensor) -> None:
         x, weight = args[0], args[1]
@@ -344,18 +382,23 @@ class _Ledger(TorchFunctionMode):
             plan = None if plan.backend == "auto" and verdict and verdict.leaves_exact else plan
         self._operations(x, weight, y, plan if isinstance(plan, LayerPlan) else None, origin.requires_grad)
         if not isinstance(plan, LayerPlan) or layer is None:
-            if origin.requires_grad:
+            both = function is F.conv2d  # which keeps both operands whoever is differentiated
+            if both or origin.requires_grad:
                 self.book(op, x, in_layer=True)
-            if origin is not weight:
-                self._add(op, ("weight", id(origin)), weight.numel() * weight.element_size())
+            if origin is not weight and (both or self._requires_grad(x)):
+                self._add(op, ("weight", id(origin)), weight.numel() * weight.element_size(), in_layer=True)
             return
-        if not origin.requires_grad or (plan.buffer.recompute and self._key(x) in self.makeable):
+        if not origin.requires_grad:
+            return
+        if plan.buffer.recompute and (parts := self._made_of(x)):
+            for key, size in parts.items():
+                self._add(op, key, size, in_layer=True)
             return
         if plan.grad_weight.is_exact and isinstance(plan.buffer, Quantized):
             self.codes(op, x, plan.buffer, in_layer=True)
             return
         size = _kept_bytes(x.shape, x.dtype, y.dtype, plan, view_of(layer.module))
-        self._add(op, ("kept", self._key(x), plan.text), size, in_layer=True)
+        self._add(op, ("kept", self._source(x), x.shape, view_of(layer.module), plan.text), size, in_layer=True)
 
     def _operations(self, x: Tensor, weight: Tensor, y: Tensor, plan: LayerPlan | None, trained: bool) -> None:
         """Bit operations of the three products: multiply-adds times the bits of both operands."""
