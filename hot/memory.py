@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import resource
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hot.policies.layers import layers_of
 
@@ -38,10 +40,38 @@ class SavedBytes:
 class _Held:
     """A saved tensor. Autograd owns it: it goes when the part of the graph that needs it goes."""
 
-    __slots__ = ("__weakref__", "layer", "tensor")
+    __slots__ = ("__weakref__", "module", "tensor")
 
-    def __init__(self, tensor: Tensor, layer: str | None) -> None:
-        self.tensor, self.layer = tensor, layer
+    def __init__(self, tensor: Tensor, module: str | None) -> None:
+        self.tensor, self.module = tensor, module
+
+
+@contextmanager
+def _holding(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[list[weakref.ref[_Held]]]:
+    """What is saved inside the block, in its order, with the innermost of the modules that it happens in."""
+    held: list[weakref.ref[_Held]] = []
+    inside: list[str] = []
+
+    def pack(tensor: Tensor) -> _Held:
+        entry = _Held(tensor, inside[-1] if inside else None)
+        held.append(weakref.ref(entry))
+        return entry
+
+    with ExitStack() as stack:
+        for name, module in modules:
+            enter = module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
+            leave = module.register_forward_hook(lambda *_: (inside.pop(), None)[1], always_call=True)
+            stack.callback(enter.remove)
+            stack.callback(leave.remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda entry: entry.tensor))
+        yield held
+
+
+def _alive(held: list[weakref.ref[_Held]], model: nn.Module) -> list[tuple[tuple[str, int], _Held]]:
+    """What the graph still holds, by storage, without the model's own."""
+    own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    entries = [(_storage(entry.tensor), entry) for reference in held if (entry := reference()) is not None]
+    return [(key, entry) for key, entry in entries if key not in own]
 
 
 @contextmanager
@@ -53,27 +83,12 @@ def count_saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     torch.compile saves past these hooks.
     """
     saved = SavedBytes()
-    held: list[weakref.ref[_Held]] = []
-    inside: list[str] = []
-
-    def pack(tensor: Tensor) -> _Held:
-        entry = _Held(tensor, inside[-1] if inside else None)
-        held.append(weakref.ref(entry))
-        return entry
-
-    with ExitStack() as stack:
-        for layer in layers_of(model):
-            enter = layer.module.register_forward_pre_hook(lambda *_, name=layer.name: inside.append(name))
-            leave = layer.module.register_forward_hook(lambda *_: (inside.pop(), None)[1], always_call=True)
-            stack.callback(enter.remove)
-            stack.callback(leave.remove)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda entry: entry.tensor))
+    with _holding((layer.name, layer.module) for layer in layers_of(model)) as held:
         yield saved
-    own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    entries = [(_storage(entry.tensor), entry) for reference in held if (entry := reference()) is not None]
-    sizes = {key: entry.tensor.untyped_storage().nbytes() for key, entry in entries if key not in own}
+    entries = _alive(held, model)
+    sizes = {key: entry.tensor.untyped_storage().nbytes() for key, entry in entries}
     saved.total = sum(sizes.values())
-    owners = {key: entry.layer for key, entry in reversed(entries) if entry.layer is not None and key in sizes}
+    owners = {key: entry.module for key, entry in reversed(entries) if entry.module is not None}
     saved.layers = dict.fromkeys((layer.name for layer in layers_of(model)), 0)
     for key, name in owners.items():
         saved.layers[name] += sizes[key]
@@ -85,6 +100,46 @@ def saved_bytes(model: nn.Module, run: Callable[[], Any]) -> SavedBytes:
         kept = run()
     del kept
     return saved
+
+
+def saved_by_op(model: nn.Module, run: Callable[[], Any]) -> dict[tuple[str, str], int]:
+    """The bytes that ``run()`` (one forward; return its loss or output) saves, by the name of the innermost module and of
+    autograd's node: ``("blocks.0.mlp.act", "Gelu")``. In the order of forward; together they are `saved_bytes`'s total.
+
+    A storage that several nodes keep counts for the first. Checkpointed blocks appear with what they keep: their inputs. A node
+    that autograd does not show (in graphs of torch.compile) has no name: "".
+    """
+    with _holding(model.named_modules()) as held:
+        kept = run()
+    ops = _ops([leaf.grad_fn for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)])
+    found: dict[tuple[str, str], int] = {}
+    counted = set()
+    for key, entry in _alive(held, model):
+        if key not in counted:
+            counted.add(key)
+            at = entry.module or "", ops.get(id(entry), "")
+            found[at] = found.get(at, 0) + entry.tensor.untyped_storage().nbytes()
+    return found
+
+
+def _ops(roots: list[Any]) -> dict[int, str]:
+    """The node that holds each saved tensor, by the tensor's id: ``GeluBackward0`` is Gelu. Nothing is unpacked, which would
+    run a checkpointed block again."""
+    ops: dict[int, str] = {}
+    seen, stack = {None}, roots
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name = re.sub(r"Backward\d*$", "", type(node).__name__)
+        for attribute in dir(node):
+            if attribute.startswith("_raw_saved_"):
+                for saved in tree_leaves(getattr(node, attribute)):
+                    with suppress(AttributeError, RuntimeError):  # before torch had `data`, or hooks in C++
+                        ops[id(saved.data)] = name
+        stack += [following for following, _ in node.next_functions]
+    return ops
 
 
 def _storage(tensor: Tensor) -> tuple[str, int]:

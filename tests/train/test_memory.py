@@ -1,10 +1,14 @@
 """Bytes saved for backward, against sums done by hand."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from hot.memory import PeakMemory, count_saved_bytes, saved_bytes
+import hot
+from hot.memory import PeakMemory, count_saved_bytes, saved_by_op, saved_bytes
 
 BATCH, INPUTS, HIDDEN, OUTPUTS = 32, 8, 16, 4
 FLOAT = 4
@@ -97,3 +101,36 @@ def test_peak_sees_what_was_freed_again() -> None:
     del block
     assert 60 * 2**20 < meter.read()["rss_growth"] < 160 * 2**20
     assert PeakMemory(torch.device("cpu")).read()["rss_growth"] < 32 * 2**20
+
+
+def test_saved_by_op_names_module_and_node() -> None:
+    model, x = nn.Sequential(nn.Linear(INPUTS, OUTPUTS), nn.GELU(), nn.Linear(OUTPUTS, 3)), torch.randn(BATCH, INPUTS)
+    found = saved_by_op(model, lambda: model(x).exp().sum())
+    assert found == {
+        ("0", "Addmm"): BATCH * INPUTS * FLOAT,
+        ("1", "Gelu"): BATCH * OUTPUTS * FLOAT,
+        ("2", "Addmm"): BATCH * OUTPUTS * FLOAT,
+        ("", "Exp"): BATCH * 3 * FLOAT,
+    }
+    assert sum(found.values()) == saved_bytes(model, lambda: model(x).exp().sum()).total
+
+
+def test_saved_by_op_of_converted_and_checkpointed_blocks() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.GELU(), nn.Linear(64, 64)), nn.Linear(64, 64))
+    hot.convert(model, hot.load_policy("memory"))
+    runs = []
+
+    class Count(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
+            return x.tanh().tanh()
+
+    counted = Count()
+    model.append(counted)
+    counted.forward = partial(checkpoint, counted.forward, use_reentrant=False)
+    x = torch.randn(32, 64)
+    found = saved_by_op(model, lambda: model(x).sum())
+    assert len(runs) == 1  # nothing was made again to be counted
+    assert {module for module, _ in found} == {"0", "1.0", "2", "3"}
+    assert found["3", ""] == 32 * 64 * FLOAT and found["0", "Hot"] < 32 * 64
+    assert sum(found.values()) == saved_bytes(model, lambda: model(x).sum()).total
