@@ -60,16 +60,28 @@ PASSES = "forward", "grad_input", "grad_weight"
 
 @dataclass
 class Estimate:
-    """Bytes, and bit operations. by_op: bytes saved by module and op. published: what papers count as saved, inputs of linear
-    and conv layers alone: elements · bits / 8 · the share of the coefficients that a projection keeps. bops: of the products of
-    linear and conv layers, by pass: multiply-adds times the bits of both operands, as the HOT paper counts them."""
+    """Bytes, and bit operations.
+
+    saved: what autograd holds, copies of weights that autocast makes included; saved_in_layers: by linear and conv layers;
+    by_op: by module and op. weights: the model's, buffers included; gradients of what is trained; moments: AdamW's two;
+    inputs: the batch, but for what is saved of it anyway. peak: of a whole step.
+
+    published: what papers count as saved, inputs of linear and conv layers alone: elements · bits / 8 · the share of the
+    coefficients that a projection keeps. bops: of the products of linear and conv layers, by pass: multiply-adds · bits of one
+    operand · bits of the other, as *HOT: Hadamard-based Optimized Training* (CVPR 2025) counts them, without transforms.
+    """
 
     saved: int = 0
     saved_in_layers: int = 0
     peak: int = 0
+    weights: int = 0
+    gradients: int = 0
+    moments: int = 0
+    inputs: int = 0
     published: int = 0
     by_op: dict[tuple[str, str], int] = field(default_factory=dict)
     bops: Counter[str] = field(default_factory=Counter)
+    bops_by_layer: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -403,8 +415,7 @@ class _Ledger(TorchFunctionMode):
     def _operations(self, x: Tensor, weight: Tensor, y: Tensor, plan: LayerPlan | None, trained: bool) -> None:
         """Bit operations of the three products: multiply-adds times the bits of both operands."""
         macs, full = y.numel() * weight.numel() // weight.shape[0], 8 * x.element_size()
-        bops = self.result.bops
-        bops["forward"] += macs * full * full
+        bops = Counter(forward=macs * full * full)
 
         def bits(quantizer: Quantizer) -> int:
             return full if quantizer.is_identity else quantizer.code_bits
@@ -419,22 +430,25 @@ class _Ledger(TorchFunctionMode):
             self.result.published += int(
                 x.numel() * share * (full if plan is None else bits(plan.grad_weight.input)) / 8
             )
-        bops["grad_input"] += macs * pairs[0][0] * pairs[0][1]
-        bops["grad_weight"] += int(macs * share * pairs[1][0] * pairs[1][1]) if trained else 0
+        bops["grad_input"] = macs * pairs[0][0] * pairs[0][1]
+        bops["grad_weight"] = int(macs * share * pairs[1][0] * pairs[1][1]) if trained else 0
+        self.result.bops.update(bops)
+        self.result.bops_by_layer.setdefault(self.path[-1], Counter()).update(bops)
 
     def close(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Estimate:
         """The totals."""
         result = self.result
         booked = {key[1] for key in self.booked if key[0] == "tensor"}
-        batch = sum(t.untyped_storage().nbytes() for t in inputs if self._key(t) not in booked)
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        static = weights + 2 * trained + batch + sum(b.numel() * b.element_size() for b in model.buffers())
+        given = {self._key(t): t.untyped_storage().nbytes() for t in inputs}
+        result.inputs = sum(size for key, size in given.items() if key not in booked)
+        result.weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+        result.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        result.moments = 2 * result.gradients
         result.saved = held = sum(self.booked.values())
-        gradients, backward = 0, trained
+        gradients, backward = 0, result.gradients
         for event in reversed(self.events):
             backward = max(backward, held + gradients + event.moved)
             held -= event.saved
             gradients += event.gradients
-        result.peak = static + max(self.peak, backward)
+        result.peak = result.weights + result.moments + result.inputs + max(self.peak, backward)
         return result

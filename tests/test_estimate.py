@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -124,3 +126,26 @@ def test_a_crossover_counts() -> None:
         for policy, points in (("", ()), ("hot", ()), ("hot", (losing,)))
     )
     assert isinstance(left, Estimate) and left.saved == exact.saved > ours.saved
+
+
+def test_what_the_peak_is_made_of() -> None:
+    """Adapters train a little of the model: weights of all of it, gradients and moments of them."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("peft", reason="peft is not installed")
+    guess = estimate(WORKLOADS["lora"], TORCH[2], 8)
+    model = WORKLOADS["lora"].build()
+    sizes = [
+        4 * sum(p.numel() for p in model.parameters() if p.requires_grad or not trained) for trained in (True, False)
+    ]
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    assert (guess.gradients, guess.weights) == (sizes[0], sizes[1] + buffers) and guess.moments == 2 * sizes[0]
+    assert guess.inputs == 8 * 32 * 8  # token ids, which nobody saves: the embedding is frozen
+    assert guess.peak >= guess.weights + guess.moments + guess.inputs + guess.saved
+
+
+def test_bit_operations_by_layer() -> None:
+    guess = estimate(VIT, variant("hot", low=True), 16)
+    assert sum(guess.bops_by_layer.values(), Counter[str]()) == guess.bops
+    tokens = 16 * 17
+    assert guess.bops_by_layer["blocks.0.mlp.fc1"]["grad_input"] == tokens * 64 * 256 * 4 * 4
+    assert guess.bops_by_layer["head"]["grad_input"] == 16 * 64 * 10 * 16 * 16

@@ -1,8 +1,7 @@
-"""One training step of a workload in several variants: its memory and its time; and the largest batch that fits a budget."""
+"""One training step of a workload in several variants: its memory and its time."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from hot.bench.timing import Timing
 from hot.bench.workloads import Workload, checkpointed, workloads
 from hot.convert import convert
 from hot.errors import HotError, did_you_mean
-from hot.memory import PeakMemory, count_saved_bytes
+from hot.memory import PeakMemory, count_saved_bytes, saved_by_op
 from hot.policies.blocks import NESTED, validate
 from hot.policies.presets import preset_folder
 from hot.policies.schema import Policy
@@ -145,12 +144,11 @@ def measure_step(
 ) -> Row:
     """Memory and time of a variant, from a fresh model on an emptied allocator. Out of memory is a row that says so."""
     try:
-        with _settled(variant, device):
+        with settled(variant, device):
             return _measure(workload, name, variant, batch, device, repeats)
     except torch.OutOfMemoryError:
-        return Row(
-            name, batch, variant.name, reason=f"out of memory at batch {batch}: try a smaller --batch, or --budget"
-        )
+        hint = f"try --batch {batch // 2}, or --budget" if batch > 1 else "not even one fits"
+        return Row(name, batch, variant.name, reason=f"out of memory at batch {batch}: {hint}")
     finally:
         free(device)
 
@@ -173,6 +171,18 @@ def _measure(workload: Workload, name: str, variant: Variant, batch: int, device
     )  # fmt: skip
 
 
+def measure_ops(workload: Workload, variant: Variant, batch: int, device: torch.device) -> dict[tuple[str, str], int]:
+    """Bytes that a forward of a fresh model saves, by module and op, as `saved_by_op`; nothing where memory runs out."""
+    try:
+        with settled(variant, device):
+            training = Training(workload, variant, batch, device)
+            return saved_by_op(training.model, training.forward)
+    except torch.OutOfMemoryError:
+        return {}
+    finally:
+        free(device)
+
+
 def _milliseconds(step: Callable[[], object], device: torch.device) -> float:
     """A step's time; on CUDA the host may run ahead within it, as it does in training."""
     if device.type != "cuda":
@@ -188,7 +198,7 @@ def _milliseconds(step: Callable[[], object], device: torch.device) -> float:
 
 
 @contextmanager
-def _settled(variant: Variant, device: torch.device) -> Iterator[None]:
+def settled(variant: Variant, device: torch.device) -> Iterator[None]:
     """The variant's precision of float32 products; all as it was afterwards."""
     precision = torch.get_float32_matmul_precision()
     free(device)
@@ -208,46 +218,3 @@ def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def largest_batch(fits: Callable[[int], bool], first: int = 8, most: int = 2**16) -> int:
-    """The largest batch that fits, where every smaller one does too: doubled, then halved the interval. 0: not even one."""
-    low, high = 0, first
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > max(low // 32, 1):  # to 3 %, which is finer than what a step takes varies
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def fits_budget(workload: Workload, variant: Variant, budget: int, device: torch.device) -> Callable[[int], bool]:
-    """Whether two steps of a batch stay within so many bytes of a GPU's memory, by taking them: the allocator is given no more.
-
-    Raises HotError on a CPU, and where the budget is more than the GPU has.
-    """
-    if device.type != "cuda":
-        raise HotError("--budget needs a GPU: a process's memory on a CPU can't be limited so")
-    total = torch.cuda.get_device_properties(device).total_memory
-    if budget > total:
-        raise HotError(f"--budget {budget / 2**30:.1f}GiB is more than the {total / 2**30:.1f} GiB of this GPU")
-
-    def fits(batch: int) -> bool:
-        try:
-            with _settled(variant, device):
-                torch.cuda.set_per_process_memory_fraction(budget / total, device)
-                training = Training(workload, variant, batch, device)
-                training.step()
-                training.step()
-                torch.cuda.synchronize(device)
-            return True
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
-            with contextlib.suppress(UnboundLocalError):
-                del training
-            free(device)
-
-    return fits

@@ -116,7 +116,7 @@ class BertStep(_Text):
     heads: int = Field(default=12, ge=1)
 
     def build(self) -> nn.Module:
-        library = _library("transformers", "transformers")
+        library = _library("transformers", "hot-training[hf]")
         config = library.BertConfig(
             vocab_size=self.vocabulary, hidden_size=self.dim, num_hidden_layers=self.depth, num_attention_heads=self.heads,
             intermediate_size=4 * self.dim, max_position_embeddings=self.length, attn_implementation="sdpa",
@@ -149,7 +149,7 @@ class LlamaStep(_Text):
     lora: int = Field(default=0, ge=0)
 
     def build(self) -> nn.Module:
-        library = _library("transformers", "transformers")
+        library = _library("transformers", "hot-training[hf]")
         config = library.LlamaConfig(
             vocab_size=self.vocabulary, hidden_size=self.dim, intermediate_size=self.hidden, num_hidden_layers=self.depth,
             num_attention_heads=self.heads, num_key_value_heads=self.groups, max_position_embeddings=self.length,
@@ -157,7 +157,7 @@ class LlamaStep(_Text):
         )  # fmt: skip
         model: nn.Module = library.LlamaForCausalLM(config)
         if self.lora:
-            peft = _library("peft", "peft")
+            peft = _library("peft", "hot-training[hf]")
             adapters = peft.LoraConfig(r=self.lora, lora_alpha=2 * self.lora, target_modules="all-linear")
             model = peft.get_peft_model(model, adapters)
         return model.train()
@@ -176,7 +176,8 @@ class LlamaStep(_Text):
 
 
 def _library(name: str, package: str) -> Any:
+    """The module of that name, which that package, or HOT's extra, brings along."""
     try:
         return __import__(name, fromlist=["_"])
     except ImportError as error:
-        raise HotError(f"this workload needs {package} ({error}): pip install {package}") from error
+        raise HotError(f"this workload needs {name.partition('.')[0]} ({error}): pip install '{package}'") from error

@@ -10,8 +10,6 @@ from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 
 def memory(
@@ -33,7 +31,7 @@ def memory(
         bool, typer.Option("--estimate-only", help="Run nothing: only the analytic estimate.")
     ] = False,
     per_op: Annotated[
-        bool, typer.Option("--per-op", help="What every module and op of the model saves, estimated.")
+        bool, typer.Option("--per-op", help="What every module and op saves; estimated with --estimate-only.")
     ] = False,
     repeats: Annotated[int, typer.Option(min=3, help="Steps that are timed.")] = 8,
     plot: Annotated[
@@ -52,13 +50,18 @@ def memory(
     In float32, TF32, bf16 autocast, bf16 with gradient checkpointing, and bf16 under policies, beside an analytic estimate.
     """
     from hot import crossover
+    from hot.bench.budget import fits_budget, largest_batch
     from hot.bench.records import check_csv, environment, write_csv
-    from hot.bench.steps import TORCH, Row, Variant, fits_budget, largest_batch, load_config, measure_step
+    from hot.bench.steps import TORCH, Row, Variant, load_config, measure_ops, measure_step
     from hot.bench.timing import place
+    from hot.cli.memory_report import plot as draw
+    from hot.cli.memory_report import show, show_estimates, show_operations, show_ops
     from hot.errors import HotError
-    from hot.estimate import PASSES, estimate
+    from hot.estimate import PASSES, Estimate, estimate
     from hot.policies.schema import load_policy
 
+    if plot is not None and estimate_only:
+        raise HotError("--plot shows what was measured: leave --estimate-only out")
     found = load_config(config)
     size, where = batch or found.batch, place(device)
     limit = None if budget is None else _bytes(budget)
@@ -77,13 +80,17 @@ def memory(
     if output is not None:
         check_csv(output, columns)
     rows: list[dict[str, Any]] = []
+    guesses: dict[str, Estimate] = {}
+    by_op: dict[str, dict[tuple[str, str], int]] = {}
     with Console(stderr=True).status("") as status:
         for each in variants:
             status.update(f"{found.name}, batch {size}: {each.name}")
-            guess = estimate(found.workload, each, size, points)
+            guess = guesses[each.name] = estimate(found.workload, each, size, points)
             row = Row(found.name, size, each.name)
             if not estimate_only:
                 row = measure_step(found.workload, found.name, each, size, where, repeats)
+            if per_op:
+                by_op[each.name] = guess.by_op if estimate_only else measure_ops(found.workload, each, size, where)
             largest = guessed = None
             if limit is not None:
 
@@ -104,18 +111,21 @@ def memory(
             if output is not None:
                 write_csv(output, rows[-1:])
     if plot is not None:
-        if estimate_only:
-            raise HotError("--plot shows what was measured: leave --estimate-only out")
-        _plot(rows, plot)
+        draw(rows, plot)
     if as_json:
+        for row_ in rows if per_op else []:
+            found_ops = by_op[row_["variant"]].items()
+            row_["by_op"] = [{"module": module, "op": op, "bytes": size} for (module, op), size in found_ops]
         Console(soft_wrap=True).print_json(json.dumps(rows))
         return
-    _show(found.name, size, where.type, rows, limit)
+    show(found.name, size, found.workload.unit, where.type, rows, limit is not None)
     if estimate_only:
-        _show_operations(rows)
-    if per_op:
-        for each in variants:
-            _show_ops(each.name, estimate(found.workload, each, size, points).by_op)
+        show_estimates(guesses)
+    for name, sizes in by_op.items():
+        if sizes:  # or memory ran out
+            show_ops(name, sizes, "estimated" if estimate_only else "measured")
+        if estimate_only:
+            show_operations(name, guesses[name])
 
 
 def _bytes(text: str) -> int:
@@ -126,79 +136,3 @@ def _bytes(text: str) -> int:
     if match is None or not float(match[1]):
         raise HotError(f"--budget {text!r} is no size: write 24GiB, 80GB or 500MiB")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** (" KMGT".index(match[2])))
-
-
-def _show(name: str, batch: int, device: str, rows: list[dict[str, Any]], limit: int | None) -> None:
-    titles = ["variant", "saved", "by layers", "peak allocated", "peak reserved", "step, ms", "estimated saved", "peak"]
-    if device == "cpu":
-        titles[3] = "growth of the process"
-    if limit is not None:
-        titles += ["largest batch", "estimated"]
-    table = Table(*titles, title=f"{name}, batch {batch}; GiB", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        keys = ["saved", "saved_in_layers", "peak_allocated", "peak_reserved"]
-        cells = [row["variant"], *(_gib(row[key]) for key in keys)]
-        cells += [
-            f"{row['p50_ms']:.1f}" if row["p50_ms"] else "",
-            _gib(row["estimated_saved"]),
-            _gib(row["estimated_peak"]),
-        ]
-        if limit is not None:
-            cells += ["" if row[key] is None else str(row[key]) for key in ("largest_batch", "estimated_batch")]
-        table.add_row(*cells)
-    console = Console()
-    Console(width=None if console.is_terminal else 160).print(table)
-    for row in rows:
-        if row["reason"]:
-            console.print(f"{row['variant']}: {escape(row['reason'])}", highlight=False)
-
-
-def _show_operations(rows: list[dict[str, Any]]) -> None:
-    titles = ["variant", "forward", "grad_input", "grad_weight", "saved as papers count it, GiB"]
-    table = Table(*titles, title="bit operations of linear and conv layers, 10¹²", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        operations = [v for name, v in row.items() if name.startswith("bops_")]
-        table.add_row(row["variant"], *(f"{value / 1e12:.3g}" for value in operations), _gib(row["published_saved"]))
-    Console().print(table)
-
-
-def _gib(value: int | None) -> str:
-    return "" if value is None else f"{value / 2**30:.2f}" if value >= 2**26 else f"{value / 2**30:.4f}"
-
-
-def _show_ops(name: str, by_op: dict[tuple[str, str], int]) -> None:
-    table = Table("module", "op", "MiB", title=f"saved under {name}", title_justify="left")
-    table.columns[2].justify = "right"
-    for (module, op), size in by_op.items():
-        table.add_row(module or "(the model itself)", op, f"{size / 2**20:.2f}")
-    Console().print(table)
-
-
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
-    from hot.errors import HotError
-
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise HotError("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for row in rows:
-        if row["peak_allocated"] is not None:
-            at = row["peak_allocated"] / 2**30, row["p50_ms"]
-            axes.scatter(*at)
-            axes.annotate(row["variant"], at, textcoords="offset points", xytext=(6, 4))
-    axes.set(xlabel="peak allocated, GiB", ylabel="step, ms", xlim=(0, None), ylim=(0, None))
-    axes.set_title(f"{rows[0]['workload']}, batch {rows[0]['batch']}, {rows[0]['device']}")
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise HotError(f"{path} can't be written: {error.strerror}") from error
-    finally:
-        pyplot.close(figure)

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import hot
 from hot.bench import steps
-from hot.bench.steps import TORCH, StepConfig, Training, Variant, config_names, largest_batch, load_config, measure_step
+from hot.bench.steps import TORCH, StepConfig, Training, Variant, config_names, load_config, measure_step
 from hot.bench.workloads import VitStep
 
 CPU = torch.device("cpu")
@@ -50,33 +48,32 @@ def test_out_of_memory_is_a_row_and_the_next_one_runs(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Training, "step", step)
     first, second = (measure_step(TINY, "tiny", variants()[name], 4, CPU, repeats=3) for name in ("fp32", "bf16"))
-    assert first.reason == "out of memory at batch 4: try a smaller --batch, or --budget" and first.p50_ms is None
+    assert first.reason == "out of memory at batch 4: try --batch 2, or --budget" and first.p50_ms is None
     assert second.reason == "" and second.saved
+
+
+def test_ops_of_a_variant() -> None:
+    """They add up to what the row says, and out of memory leaves none."""
+    row = measure_step(TINY, "tiny", variants()["memory"], 4, CPU, repeats=3)
+    found = steps.measure_ops(TINY, variants()["memory"], 4, CPU)
+    assert sum(found.values()) == row.saved and found["blocks.0.mlp.act", "Activation"] > 0
+    assert found["blocks.0.attn.qkv", "Hot"] > 0 and ("blocks.0.mlp.fc2", "Hot") not in found
+
+
+def test_ops_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Training) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Training, "forward", full)
+    assert steps.measure_ops(TINY, TORCH[0], 4, CPU) == {}
 
 
 def test_the_precision_is_as_it_was() -> None:
     before = torch.get_float32_matmul_precision()
-    with pytest.raises(RuntimeError, match="out"), steps._settled(variants()["tf32"], CPU):
+    with pytest.raises(RuntimeError, match="out"), steps.settled(variants()["tf32"], CPU):
         assert torch.get_float32_matmul_precision() == "high"
         raise RuntimeError("out")
     assert torch.get_float32_matmul_precision() == before
-
-
-@given(st.integers(0, 5000), st.integers(1, 300))
-def test_the_largest_batch_is_found_to_three_percent(limit: int, first: int) -> None:
-    asked: list[int] = []
-
-    def fits(batch: int) -> bool:
-        asked.append(batch)
-        return batch <= limit
-
-    found = largest_batch(fits, first)
-    assert found <= limit <= found + max(found // 32, 1) and len(asked) < 30
-
-
-def test_a_budget_needs_a_gpu() -> None:
-    with pytest.raises(hot.HotError, match="--budget needs a GPU"):
-        steps.fits_budget(TINY, TORCH[0], 2**30, CPU)
 
 
 @pytest.mark.parametrize("name", config_names())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hot.bench.steps import Training
 from hot.cli import main
 
 
@@ -25,7 +28,12 @@ def test_a_step_in_every_variant(capsys: pytest.CaptureFixture[str], tmp_path: P
     table, image = tmp_path / "m.csv", tmp_path / "m.png"
     chosen = ["--batch", "4", "--repeats", "3", "--device", "cpu", "--variant", "fp32", "--variant", "memory"]
     out, _ = run(capsys, "tiny", *chosen, "-o", str(table), "--plot", str(image), "--per-op")
-    assert "tiny, batch 4" in out and "blocks.0.mlp.act" in out and image.read_bytes()[:4] == b"\x89PNG"
+    assert (
+        "tiny, batch 4; GiB" in out
+        and "images/s" in out
+        and "blocks.*.mlp.act" in out
+        and image.read_bytes()[:4] == b"\x89PNG"
+    )
     run(
         capsys, "tiny", "--batch", "4", "--estimate-only", "--device", "cpu", "--variant", "bf16", "-o", str(table)
     )  # appends
@@ -45,8 +53,48 @@ def test_an_estimate_runs_nothing(capsys: pytest.CaptureFixture[str], monkeypatc
     found = {row["variant"]: row for row in rows}
     assert found["memory"]["p50_ms"] is None and found["memory"]["largest_batch"] is None
     assert found["memory"]["estimated_batch"] > 1.5 * found["bf16"]["estimated_batch"] > 0
-    out, _ = run(capsys, "tiny", "--estimate-only")
+    out, _ = run(capsys, "tiny", "--estimate-only", "--per-op")
+    assert "saved under memory, estimated" in out and "bit operations under bf16" in out and "moments" in out
     assert "bit operations" in " ".join(out.split()) and "10¹²" in out and "grad_weight" in out
+
+
+def test_ops_add_up_and_an_estimate_is_near(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["--batch", "4", "--repeats", "3", "--device", "cpu", "--variant", "bf16", "--variant", "memory"]
+    rows = json.loads(run(capsys, "tiny", *chosen, "--per-op", "--json")[0])
+    for row in rows:
+        assert sum(entry["bytes"] for entry in row["by_op"]) == row["saved"]
+        assert abs(row["estimated_saved"] / row["saved"] - 1) < 0.01
+    ops = [{(entry["module"], entry["op"]) for entry in row["by_op"]} for row in rows]
+    assert ("blocks.1.mlp.act", "Gelu") in ops[0] and ("blocks.1.mlp.act", "Activation") in ops[1]
+
+
+def test_out_of_memory_in_one_variant(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, in the table, and the others run."""
+    real = Training.forward
+
+    def forward(self: Training) -> torch.Tensor:
+        if self.variant.policy is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self)
+
+    monkeypatch.setattr(Training, "forward", forward)
+    chosen = ["--batch", "4", "--repeats", "3", "--device", "cpu", "--variant", "bf16", "--variant", "hot", "--per-op"]
+    out, _ = run(capsys, "tiny", *chosen)
+    assert "bf16: out of memory at batch 4: try --batch 2, or --budget" in out
+    assert "saved under hot, measured" in out and "saved under bf16" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "extra"),
+    [("bert-base", "transformers", "hot-training[hf]"), ("resnet50", "torchvision", "torchvision")],
+)
+def test_a_missing_library(
+    name: str, missing: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [missing, *(each for each in sys.modules if each.startswith(f"{missing}."))]:
+        monkeypatch.setitem(sys.modules, module, None)
+    _, err = run(capsys, name, "--estimate-only", code=2)
+    assert f"this workload needs {missing}" in err and f"pip install '{extra}'" in err
 
 
 @pytest.mark.parametrize(
