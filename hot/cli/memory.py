@@ -118,7 +118,7 @@ def memory(
             row_["by_op"] = [{"module": module, "op": op, "bytes": size} for (module, op), size in found_ops]
         Console(soft_wrap=True).print_json(json.dumps(rows))
         return
-    show(found.name, size, found.workload.unit, where.type, rows, limit is not None)
+    show(found.name, size, found.workload.unit, where.type, rows)
     if estimate_only:
         show_estimates(guesses)
     for name, sizes in by_op.items():

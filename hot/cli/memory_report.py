@@ -17,32 +17,32 @@ Sizes = Mapping[tuple[str, str], int]
 """Bytes by module and op."""
 
 
-def show(name: str, batch: int, unit: str, device: str, rows: Sequence[Mapping[str, Any]], budget: bool) -> None:
-    """A line a variant: what was measured, what was estimated and, of that, the share of what was measured."""
-    peak = "peak allocated" if device == "cuda" else "growth of the process"
-    titles = [
-        "variant",
-        "saved",
-        "by layers",
-        peak,
-        "peak reserved",
-        "step, ms",
-        f"{unit}/s",
-        "estimated saved",
-        "peak",
-    ]
-    if budget:
-        titles += ["largest batch", "estimated"]
-    table = _table(f"{name}, batch {batch}; GiB", titles)
+def show(name: str, batch: int, unit: str, device: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A line a variant: what was measured, and what was estimated, as a multiple of that. Columns with nothing are left out."""
+    gpu = device == "cuda"
+    lines = []
     for row in rows:
-        cells = [_gib(row[key]) for key in ("saved", "saved_in_layers", "peak_allocated", "peak_reserved")]
         time = row["p50_ms"]
-        cells += [f"{time:.1f}", f"{1e3 * batch / time:.0f}"] if time else ["", ""]
-        measured = row["peak_allocated"] if device == "cuda" else None  # a process grows by more than its tensors
-        cells += [_compared(row["estimated_saved"], row["saved"]), _compared(row["estimated_peak"], measured)]
-        if budget:
-            cells += ["" if row[key] is None else str(row[key]) for key in ("largest_batch", "estimated_batch")]
-        table.add_row(row["variant"], *cells)
+        lines.append(
+            {
+                "variant": row["variant"],
+                "saved": _gib(row["saved"]),
+                "by layers": _gib(row["saved_in_layers"]),
+                "peak allocated" if gpu else "growth of the process": _gib(row["peak_allocated"]),
+                "peak reserved": _gib(row["peak_reserved"]),
+                "step, ms": f"{time:.1f}" if time else "",
+                f"{unit}/s": f"{1e3 * batch / time:.0f}" if time else "",
+                "estimated saved": _compared(row["estimated_saved"], row["saved"]),
+                # A process grows by more than its tensors.
+                "estimated peak": _compared(row["estimated_peak"], row["peak_allocated"] if gpu else None),
+                "largest batch": "" if row["largest_batch"] is None else str(row["largest_batch"]),
+                "estimated batch": "" if row["estimated_batch"] is None else str(row["estimated_batch"]),
+            }
+        )
+    titles = [title for title in lines[0] if any(line[title] for line in lines)]
+    table = _table(f"{name}, batch {batch}; GiB", titles)
+    for line in lines:
+        table.add_row(*(line[title] for title in titles))
     _print(table)
     for row in rows:
         if row["reason"]:
@@ -56,7 +56,7 @@ def show_estimates(guesses: Mapping[str, Estimate]) -> None:
     operations = _table("bit operations of linear and conv layers, 10¹²", ["variant", *PASSES])
     for name, guess in guesses.items():
         memory.add_row(name, *(_gib(getattr(guess, part)) for part in parts), _gib(guess.published))
-        operations.add_row(name, *(f"{guess.bops[path] / 1e12:.3g}" for path in PASSES))
+        operations.add_row(name, *(f"{guess.bops[path] / 1e12:.4g}" for path in PASSES))
     _print(memory)
     _print(operations)
 
