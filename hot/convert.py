@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hot.activations import recomputed_module, saving, unwatched
+from hot.activations import kept_whole, saving, unwatched
 from hot.backends.table import require
 from hot.errors import ConversionError
 from hot.executor import conv2d, linear
@@ -82,7 +82,7 @@ class _Scoped(_Converted):
         with saving(plan):
             if plan.whole is None or torch.compiler.is_compiling():
                 return super().forward(*args, **kwargs)
-            return recomputed_module(self, super().forward, args, kwargs, plan.whole, plan.backend)
+            return kept_whole(self, super().forward, args, kwargs, plan.whole, plan.backend)
 
 
 @cache

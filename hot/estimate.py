@@ -339,9 +339,9 @@ class _Ledger(TorchFunctionMode):
                     self.codes(op, x, buffer, 0 if op == "group_norm" else math.prod(args[1]))
                 elif lies_by_channels(x):
                     self._add(op, ("statistics", made), 8 * x.shape[1])
-                    # Whoever makes the result again keeps a factor and a summand of every channel, too.
+                    # Whoever makes the result again reads the statistics, too.
                     codes = self.codes(op, x, buffer, x.shape[1])
-                    self.makeable[self._source(y)] = {**codes, ("affine", made): 8 * x.shape[1]}
+                    self.makeable[self._source(y)] = {**codes, ("statistics", made): 8 * x.shape[1]}
                 else:
                     self.codes(op, x, buffer)
             else:

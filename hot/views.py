@@ -166,9 +166,9 @@ class Conv2dView:
         return h, w
 
     def exact_grad_input(self, g: Tensor, x_shape: torch.Size, weight: Tensor, x_format: torch.memory_format) -> Tensor:
-        if x_format == torch.channels_last:  # torch picks its layout by x and weight; x is only a shape here
-            weight = weight.contiguous(memory_format=x_format)
-        return self._exact(g, g.new_empty(1).expand(x_shape), weight, (True, False, False))[0]
+        # x is only a shape here, but torch picks the layout of everything by it, and copies one that does not lie as x did
+        x = torch.empty(x_shape, dtype=g.dtype, device=g.device, memory_format=x_format)
+        return self._exact(g, x, weight, (True, False, False))[0]
 
     def exact_grad_weight(
         self, g: Tensor, x: Tensor, weight_shape: torch.Size, weight_format: torch.memory_format

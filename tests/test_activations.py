@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hot
+from hot.activations.modules import is_rms_norm
 from hot.backends import ops_for
 from hot.kept import layout_of
 from hot.memory import saved_bytes
@@ -424,6 +425,43 @@ def test_a_module_keeps_its_input_and_runs_again() -> None:
     assert saved_bytes(model, lambda: model(x)).total <= 2 * (8 * 64 + 8 * 4) + 64 < before
     with torch.no_grad():
         assert torch.equal(model.eval()(x), model(x))
+
+
+class WrittenOut(nn.Module):
+    """RMS norm as transformers' decoders have it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim))
+        self.variance_epsilon = 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+class Shifted(WrittenOut):
+    """Another norm, with the same parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (1 + self.weight) * wide
+
+
+@pytest.mark.parametrize("kind", [WrittenOut, Shifted])
+def test_an_rms_norm_that_is_written_out_has_the_kernel_of_one(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module, x, calls = kind(64), held_by_int8((2, 8, 64)), []
+    expected, forward = run(module, x), kind.forward
+    assert is_rms_norm(kind, 1e-5) == (kind is WrittenOut)
+    hot.convert(module, policy(module=INT8))
+    monkeypatch.setattr(kind, "forward", lambda self, x: calls.append(0) or forward(self, x))
+    got = run(module, x)
+    assert len(calls) == (1 if kind is WrittenOut else 2)  # in backward it does not run again
+    assert torch.equal(got[0], expected[0])
+    for a, b in zip(expected[1], got[1], strict=True):
+        assert (a - b).norm() < 0.02 * a.norm()
 
 
 def test_a_module_that_returns_more_than_a_tensor_says_so() -> None:

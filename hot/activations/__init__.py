@@ -8,6 +8,6 @@
 """
 
 from hot.activations.calls import saving, unwatched
-from hot.activations.recomputed import recomputed_module
+from hot.activations.modules import kept_whole
 
-__all__ = ["recomputed_module", "saving", "unwatched"]
+__all__ = ["kept_whole", "saving", "unwatched"]

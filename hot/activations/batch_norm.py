@@ -46,26 +46,27 @@ def batch_norm(
         kept = Kept.of(x, buffer, backend, _layout(x))
     statistics: list[Tensor] = []
     y: Tensor = BatchNorm.apply(x, weight, bias, (running_mean, running_var, momentum, eps), kept, statistics)
-    mean, factor = statistics
-    with torch.no_grad():
-        slope = factor if weight is None else factor * weight
-        shift = -mean * slope if bias is None else bias - mean * slope
-    again = kept.without_tensors()
-    remember(y, (*kept.tensors, slope, shift), _Scaled(again, False), _Scaled(again, True))
+    own = tuple(t for t in (weight, bias) if t is not None)
+    made = kept.without_tensors(), weight is not None, bias is not None
+    remember(y, (*kept.tensors, *statistics, *own), _Given(*made, rectify=False), _Given(*made, rectify=True))
     return y
 
 
 @dataclass(frozen=True)
-class _Scaled:
+class _Given:
     """What the batch norm gave, from the codes of its input; rectify: what a ReLU made of that."""
 
     kept: Kept
+    weighted: bool
+    biased: bool
     rectify: bool
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> Tensor:
         kept, ops = self.kept, get_ops(self.kept.backend, tensors[0].device.type)
-        codes, scale, slope, shift = tensors
-        values = ops.scaled(codes, scale, kept.group, slope.float(), shift.float(), self.rectify, kept.dtype)
+        codes, scale, mean, factor, *own = tensors
+        weight = own[0] if self.weighted else None
+        bias = own[-1] if self.biased else None
+        values = ops.batch_norm(codes, scale, kept.group, mean, factor, weight, bias, self.rectify, kept.dtype)
         return kept.layout.tensor(values)
 
 

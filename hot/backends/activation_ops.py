@@ -160,36 +160,43 @@ def batch_norm_backward(
     return g.new_empty(g.shape, dtype=dtype), g.new_empty(g.shape[1:], dtype=wide), g.new_empty(g.shape[1:], dtype=wide)
 
 
-def _scaled(
+def _batch_norm(
     ops: Ops,
     codes: Tensor,
     scale: Tensor,
     group: int,
+    mean: Tensor,
     factor: Tensor,
-    shift: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     rectify: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    y = _input(ops, codes, scale, group, factor.shape[0], dtype) * factor + shift
+    y = (_input(ops, codes, scale, group, mean.shape[0], dtype) - mean) * factor
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
     return (y.relu() if rectify else y).to(dtype)
 
 
-@declare_fused_op(_scaled)
-def scaled(
+@declare_fused_op(_batch_norm)
+def batch_norm(
     codes: Tensor,
     scale: Tensor,
     group: int,
+    mean: Tensor,
     factor: Tensor,
-    shift: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     rectify: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Values that are kept as codes (rows, K), column by column times a factor (K,) plus a shift (K,), in dtype: what a batch
-    norm gave; with `rectify` what a ReLU behind it gave.
+    """What a batch norm gives for an input that is kept as codes, and with `rectify` a ReLU behind it: (samples, C) in dtype.
 
-    Equals: (dequantize(codes, scale, group, torch.float32) * factor + shift).relu().to(dtype)
+    mean, factor (C,): as in `batch_norm_backward`; weight, bias (C,) or None.
+
+    Equals: F.relu((dequantize(codes, scale, group, torch.float32) - mean) * factor * weight + bias).to(dtype)
     """
-    return scale.new_empty((codes.shape[0], factor.shape[0]), dtype=dtype)
+    return scale.new_empty((codes.shape[0], mean.shape[0]), dtype=dtype)
 
 
 def _pack1(ops: Ops, x: Tensor) -> Tensor:

@@ -122,8 +122,11 @@ def cases(op: str, s: Inputs) -> list[Case]:
         "batch_norm_backward": [
             ("int4 block 64", lambda: {"g": s.grad(), **_kept(s, BLOCK4, **_statistics(s), weight=None, dtype=s.dtype)})
         ],
-        "scaled": [
-            ("batch norm and ReLU, int4 block 64", lambda: _kept(s, BLOCK4, **_line(s), rectify=True, dtype=s.dtype))
+        "batch_norm": [
+            (
+                "with a ReLU, int4 block 64",
+                lambda: _kept(s, BLOCK4, **_statistics(s), weight=None, bias=None, rectify=True, dtype=s.dtype),
+            )
         ],
         "pack1": [("ReLU", lambda: {"x": s.grad()})],
         "pass1": [("ReLU", lambda: {"g": s.grad(), "bits": _bits(s), "factor": 1.0})],
@@ -170,10 +173,6 @@ def _norm(s: Inputs, centered: bool) -> Args:
 def _statistics(s: Inputs) -> Args:
     mean, factor = s.values(s.width, dtype=torch.float32), s.values(s.width, dtype=torch.float32).abs() + 0.1
     return {"mean": mean, "factor": factor}
-
-
-def _line(s: Inputs) -> Args:
-    return {"factor": s.values(s.width, dtype=torch.float32), "shift": s.values(s.width, dtype=torch.float32)}
 
 
 def _bits(s: Inputs) -> Tensor:

@@ -86,7 +86,8 @@ TORCH = (
 @dataclass(frozen=True)
 class Row:
     """A step of one variant. Bytes; milliseconds. saved: what autograd holds between forward and backward, by all ops and by
-    linear and conv layers; peak_…: of a whole step, on a CPU `allocated` is the growth of the process, reserved is None.
+    linear and conv layers; peak_…: of a whole step, beyond what was allocated before the model was built; on a CPU `allocated`
+    is the growth of the process, reserved is None.
 
     reason: why there are no numbers.
     """
@@ -154,6 +155,7 @@ def measure_step(
 
 
 def _measure(workload: Workload, name: str, variant: Variant, batch: int, device: torch.device, repeats: int) -> Row:
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     training = Training(workload, variant, batch, device)
     for _ in range(3):  # kernels are compiled, and the optimizer has its state
         training.step()
@@ -165,10 +167,8 @@ def _measure(workload: Workload, name: str, variant: Variant, batch: int, device
         torch.cuda.synchronize(device)
     peaks = peak.read()
     times = Timing.of([_milliseconds(training.step, device) for _ in range(repeats)])
-    return Row(
-        name, batch, variant.name, *saved, peaks.get("allocated", peaks.get("rss_growth")), peaks.get("reserved"),
-        times.p20, times.p50, times.p80,
-    )  # fmt: skip
+    allocated = peaks["allocated"] - before if "allocated" in peaks else peaks.get("rss_growth")
+    return Row(name, batch, variant.name, *saved, allocated, peaks.get("reserved"), times.p20, times.p50, times.p80)
 
 
 def measure_ops(workload: Workload, variant: Variant, batch: int, device: torch.device) -> dict[tuple[str, str], int]:

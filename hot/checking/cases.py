@@ -359,11 +359,13 @@ def _batch_norm_backward(s: Source) -> Iterator[tuple[str, Args]]:
         yield call(edge, number, "normal")
 
 
-@register_cases("scaled")
-def _scaled(s: Source) -> Iterator[tuple[str, Args]]:
+@register_cases("batch_norm")
+def _batch_norm(s: Source) -> Iterator[tuple[str, Args]]:
     for edge in ("normal", "unit", "nan"):
-        for ((rows, k), packed, group), rectify in product(KEPT, (False, True)):
-            how = {"factor": s.columns(k), "shift": s.columns(k), "rectify": rectify, "dtype": s.dtype}
+        for number, (((rows, k), packed, group), rectify) in enumerate(product(KEPT, (False, True))):
+            statistics = {"mean": s.columns(k), "factor": s.columns(k).abs() + 0.1}
+            own = {"weight": s.values((k,)) if number % 3 else None, "bias": s.values((k,)) if number % 4 else None}
+            how = {**statistics, **own, "rectify": rectify, "dtype": s.dtype}
             yield edge, {**_kept(s, rows, k, edge, packed, group), **how}
 
 

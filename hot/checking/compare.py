@@ -331,12 +331,15 @@ def batch_norm_backward(args: dict[str, Any], got: Sequence[Tensor]) -> Verdicts
         yield measure(what, each, _as_stored(wanted, each.dtype), limit, 1.0)
 
 
-def scaled(args: dict[str, Any], got: Tensor) -> Verdicts:
-    codes, scale, group, factor, shift, rectify, dtype = args.values()
-    product = oracles.kept(codes, scale, group, len(factor)) * exact(factor)
-    want = product + exact(shift)
+def batch_norm(args: dict[str, Any], got: Tensor) -> Verdicts:
+    codes, scale, group, mean, factor, weight, bias, rectify, dtype = args.values()
+    times = exact(factor) if weight is None else exact(factor) * exact(weight)
+    shift = torch.zeros_like(times) if bias is None else exact(bias)
+    x = oracles.kept(codes, scale, group, len(mean))
+    want = (x - exact(mean)) * times + shift
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    unit = 4 * torch.finfo(wide).eps * (product.abs() + exact(shift).abs()).nan_to_num(posinf=0.0)
+    large = (x.abs() + exact(mean).abs()) * times.abs() + shift.abs()
+    unit = 8 * torch.finfo(wide).eps * large.nan_to_num(posinf=0.0)
     want = torch.where(want <= 0, 0.0, want) if rectify else want
     yield measure("values", got, _as_stored(want, dtype), unit + _result_unit(want, dtype), 1.0)
 

@@ -32,7 +32,7 @@ COMPARE: dict[str, Callable[[dict[str, Any], Any], Verdicts]] = {
     "activation_backward": compare.activation_backward,
     "norm_backward": compare.norm_backward,
     "batch_norm_backward": compare.batch_norm_backward,
-    "scaled": compare.scaled,
+    "batch_norm": compare.batch_norm,
     "pack1": compare.pack1,
     "pass1": compare.pass1,
 }

@@ -38,11 +38,16 @@ def _coded(
         code = tl.reshape(tl.join((signed << 4).to(tl.int8) >> 4, signed >> 4), (R, C))
     else:
         code = tl.load(codes + (row * length)[:, None] + column[None, :], mask=inside & (column < k)[None, :], other=0)
-    if GROUP > 0:  # a constant: dividing by a number that is not takes as long as all the rest
+    if GROUP == 0:
+        own = tl.load(scale + row * scale_row, mask=row < rows, other=0.0)[:, None]
+    elif C % GROUP == 0:  # a scale is read once, not by each of its columns
+        block = chunk * (C // GROUP) + tl.arange(0, C // GROUP)
+        wide = inside & (block * GROUP < k)[None, :]
+        some = tl.load(scale + (row * scale_row)[:, None] + block[None, :], mask=wide, other=0.0)
+        own = tl.reshape(tl.broadcast_to(some[:, :, None], (R, C // GROUP, GROUP)), (R, C))
+    else:  # GROUP is a constant: dividing by a number that is not takes as long as all the rest
         at = (row * scale_row)[:, None] + (column // GROUP)[None, :]
         own = tl.load(scale + at, mask=inside & (column < k)[None, :], other=0.0)
-    else:
-        own = tl.load(scale + row * scale_row, mask=row < rows, other=0.0)[:, None]
     return code.to(tl.float32) * own
 
 

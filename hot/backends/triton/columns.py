@@ -1,8 +1,9 @@
-"""batch_norm_backward and scaled: rows are samples, and what is known is known of columns."""
+"""batch_norm and batch_norm_backward: rows are samples, and what is known is known of columns."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -48,24 +49,78 @@ def sums_kernel(
 
 
 @triton.jit
-def columns_kernel(
-    g, codes, scale, slope, level, gain, out, rows, k, length, scale_row, g_row,
-    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, GRADIENT: tl.constexpr, RECTIFY: tl.constexpr,
+def coefficients_kernel(
+    sums, mean, factor, weight, columns, rows, k, programs, P: tl.constexpr, C: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """out = x · slope + level of the column, at least zero if RECTIFY; with GRADIENT g · gain more."""
+    """columns (5, k): the gradients of weight and bias, and what makes the gradient x · slope + level + g · gain."""
+    column = tl.program_id(0) * C + tl.arange(0, C)
+    known = column < k
+    total = tl.zeros((P, C), dtype=tl.float32)
+    of_bias, off = total, total
+    for start in range(0, programs, P):
+        part = start + tl.arange(0, P)
+        at, mask = (part * k)[:, None] + column[None, :], (part < programs)[:, None] & known[None, :]
+        total += tl.load(sums + at, mask=mask, other=0.0)
+        of_bias += tl.load(sums + programs * k + at, mask=mask, other=0.0)
+        off += tl.load(sums + 2 * programs * k + at, mask=mask, other=0.0)
+    bias, mid = tl.sum(of_bias, 0), tl.sum(off, 0) / rows
+    centered = tl.sum(total, 0) - mid * bias
+    center = tl.load(mean + column, mask=known, other=0.0)
+    times = tl.load(factor + column, mask=known, other=0.0)
+    gain = times * tl.load(weight + column, mask=known, other=0.0).to(tl.float32) if WEIGHTED else times
+    # gain · (g − (Σ g + (n − mid) · Σ g·(n − mid)) / rows), n = (x − mean) · factor
+    slope = -gain * times * centered / rows
+    level = gain * (mid * centered - bias) / rows - center * slope
+    tl.store(columns + column, centered, mask=known)
+    tl.store(columns + k + column, bias, mask=known)
+    tl.store(columns + 2 * k + column, slope, mask=known)
+    tl.store(columns + 3 * k + column, level, mask=known)
+    tl.store(columns + 4 * k + column, gain, mask=known)
+
+
+@triton.jit
+def gradient_kernel(
+    g, codes, scale, columns, out, rows, k, length, scale_row, g_row,
+    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out = x · slope + level + g · gain, as `coefficients_kernel` left them of the column."""
     program, chunks = tl.program_id(0), tl.cdiv(k, C)
     row = (program // chunks).to(tl.int64) * R + tl.arange(0, R)
     chunk = program % chunks
     column = chunk * C + tl.arange(0, C)
-    mask = (row < rows)[:, None] & (column < k)[None, :]
+    known = column < k
+    mask = (row < rows)[:, None] & known[None, :]
     x = _coded(codes, scale, row, chunk, rows, k, length, scale_row, R, C, PACKED, GROUP)
-    by = tl.load(slope + column, mask=column < k, other=0.0)[None, :]
-    result = x * by + tl.load(level + column, mask=column < k, other=0.0)[None, :]
-    if GRADIENT:
-        grad = tl.load(g + (row * g_row)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        result += grad * tl.load(gain + column, mask=column < k, other=0.0)[None, :]
+    slope = tl.load(columns + 2 * k + column, mask=known, other=0.0)[None, :]
+    level = tl.load(columns + 3 * k + column, mask=known, other=0.0)[None, :]
+    gain = tl.load(columns + 4 * k + column, mask=known, other=0.0)[None, :]
+    grad = tl.load(g + (row * g_row)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    result = x * slope + level + grad * gain
+    tl.store(out + (row * k)[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def normed_kernel(
+    codes, scale, mean, factor, weight, bias, out, rows, k, length, scale_row,
+    R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIASED: tl.constexpr, RECTIFY: tl.constexpr,
+):  # fmt: skip
+    """out = (x − mean) · factor · weight + bias of the column, at least zero if RECTIFY."""
+    program, chunks = tl.program_id(0), tl.cdiv(k, C)
+    row = (program // chunks).to(tl.int64) * R + tl.arange(0, R)
+    chunk = program % chunks
+    column = chunk * C + tl.arange(0, C)
+    known = column < k
+    x = _coded(codes, scale, row, chunk, rows, k, length, scale_row, R, C, PACKED, GROUP)
+    times = tl.load(factor + column, mask=known, other=0.0)
+    if WEIGHTED:
+        times *= tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
+    result = (x - tl.load(mean + column, mask=known, other=0.0)[None, :]) * times[None, :]
+    if BIASED:
+        result += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
     if RECTIFY:
         result = tl.where(result <= 0.0, 0.0, result)  # a NaN stays
+    mask = (row < rows)[:, None] & known[None, :]
     tl.store(out + (row * k)[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -87,81 +142,87 @@ def batch_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rows, k = g.shape
     how = rows, k, g.stride(0), codes.dtype == torch.uint8, group, _scale_row(scale)
-    programs, sum_up, write = _norm_launches(*how, multiprocessors(g.device), g.dtype, dtype)
+    dtypes = g.dtype, dtype, None if weight is None else weight.dtype
+    programs, sum_up, finish, write = _gradient_launches(*how, multiprocessors(g.device), *dtypes)
     out = torch.empty(g.shape, dtype=dtype, device=g.device)
     sums = torch.empty((3, programs, k), dtype=torch.float32, device=g.device)
+    columns = torch.empty((5, k), dtype=torch.float32, device=g.device)
     with on_device(g):
         sum_up(g, codes, scale, mean, factor, sums)
-        of_weight, of_bias, off = sums.sum(1).unbind()
-        off = off / rows
-        of_weight = of_weight - off * of_bias
-        # out = gain · (g − (Σ g + (n − off) · Σ g·(n − off)) / rows), as x · slope + level + g · gain
-        gain = factor if weight is None else factor * weight
-        slope = -gain * factor * of_weight / rows
-        level = gain * (off * of_weight - of_bias) / rows - mean * slope
-        write(g, codes, scale, slope, level, gain, out)
-    return out, of_weight, of_bias
+        finish(sums, mean, factor, mean if weight is None else weight, columns)
+        write(g, codes, scale, columns, out)
+    return out, columns[0], columns[1]
 
 
 @lru_cache(maxsize=1024)
-def _norm_launches(
-    rows: int, k: int, g_row: int, packed: bool, group: int, scale_row: int, many: int, *dtypes: torch.dtype
-) -> tuple[int, Launch, Launch]:
-    """How many programs add up, and both launches: for tensors of these dtypes, to which a launch is compiled."""
+def _gradient_launches(
+    rows: int, k: int, g_row: int, packed: bool, group: int, scale_row: int, many: int,
+    g_dtype: torch.dtype, dtype: torch.dtype, weight: torch.dtype | None,
+) -> tuple[int, Launch, Launch, Launch]:  # fmt: skip
+    """How many programs add up, and the launches: for tensors of these dtypes, to which a launch is compiled."""
     r, c = _tile(rows, k)
     tiles, chunks = cdiv(rows, r), cdiv(k, c)
     programs = min(tiles, max(PROGRAMS * many // chunks, 1))
     numbers = rows, k, cdiv(k, 2) if packed else k, scale_row, g_row
     how = {"R": r, "C": c, "PACKED": packed, "GROUP": group, "num_warps": WARPS}
     sum_up = Launch(sums_kernel, programs * chunks, (*numbers, programs, cdiv(tiles, programs)), **how)
-    write = Launch(columns_kernel, tiles * chunks, numbers, GRADIENT=True, RECTIFY=False, **how)
-    return programs, sum_up, write
+    finish = Launch(
+        coefficients_kernel, cdiv(k, 32), (rows, k, programs), P=32, C=32, WEIGHTED=weight is not None, num_warps=WARPS
+    )
+    return programs, sum_up, finish, Launch(gradient_kernel, tiles * chunks, numbers, **how)
 
 
-def _serves_scaled(
-    codes: Tensor, scale: Tensor, group: int, factor: Tensor, shift: Tensor, rectify: bool, dtype: torch.dtype
+def _serves_values(
+    codes: Tensor, scale: Tensor, group: int, mean: Tensor, factor: Tensor,
+    weight: Tensor | None, bias: Tensor | None, rectify: bool, dtype: torch.dtype,
 ) -> bool:  # fmt: skip
-    wide = all(t.dtype == torch.float32 and t.is_contiguous() for t in (factor, shift))
-    return dtype in HALVES and codes.numel() > 0 and wide and _fits_codes(codes, scale, group)
+    wide = all(t.dtype == torch.float32 and t.is_contiguous() for t in (mean, factor))
+    own = all(t is None or (t.dtype in HALVES and t.is_contiguous()) for t in (weight, bias))
+    return dtype in HALVES and codes.numel() > 0 and wide and own and _fits_codes(codes, scale, group)
 
 
-@register_kernel("scaled", backend="triton", supports=_serves_scaled)
-def scaled(
-    codes: Tensor, scale: Tensor, group: int, factor: Tensor, shift: Tensor, rectify: bool, dtype: torch.dtype
+@register_kernel("batch_norm", backend="triton", supports=_serves_values)
+def batch_norm(
+    codes: Tensor, scale: Tensor, group: int, mean: Tensor, factor: Tensor,
+    weight: Tensor | None, bias: Tensor | None, rectify: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    out = torch.empty((codes.shape[0], factor.shape[0]), dtype=dtype, device=codes.device)
-    packed = codes.dtype == torch.uint8
+    out = torch.empty((codes.shape[0], mean.shape[0]), dtype=dtype, device=codes.device)
+    dtypes = dtype, *(None if t is None else t.dtype for t in (weight, bias))
+    launch = _values_launch(*out.shape, codes.dtype == torch.uint8, group, _scale_row(scale), rectify, *dtypes)
     with on_device(codes):
-        launch = _scaled_launch(*out.shape, packed, group, _scale_row(scale), rectify, dtype)
-        launch(scale, codes, scale, factor, shift, shift, out)  # no gradient, and no gain
+        launch(codes, scale, mean, factor, *(mean if t is None else t for t in (weight, bias)), out)
     return out
 
 
 @lru_cache(maxsize=1024)
-def _scaled_launch(
-    rows: int, k: int, packed: bool, group: int, scale_row: int, rectify: bool, dtype: torch.dtype
-) -> Launch:
+def _values_launch(
+    rows: int, k: int, packed: bool, group: int, scale_row: int, rectify: bool,
+    dtype: torch.dtype, weight: torch.dtype | None, bias: torch.dtype | None,
+) -> Launch:  # fmt: skip
     r, c = _tile(rows, k)
     return Launch(
-        columns_kernel, cdiv(rows, r) * cdiv(k, c), (rows, k, cdiv(k, 2) if packed else k, scale_row, 0),
-        R=r, C=c, PACKED=packed, GROUP=group, GRADIENT=False, RECTIFY=rectify, num_warps=WARPS,
+        normed_kernel, cdiv(rows, r) * cdiv(k, c), (rows, k, cdiv(k, 2) if packed else k, scale_row),
+        R=r, C=c, PACKED=packed, GROUP=group, WEIGHTED=weight is not None, BIASED=bias is not None, RECTIFY=rectify,
+        num_warps=WARPS,
     )  # fmt: skip
 
 
 _KEPT = {"scale": "*fp32", "g": "*bf16"}
+_STATISTICS = dict.fromkeys(("mean", "factor", "sums", "columns", "bias"), "*fp32")
 
 
-def _columns(codes: str, out: str, gradient: bool, rectify: bool) -> Specimen:
-    pointers = {"codes": codes, "out": out, **_KEPT, **dict.fromkeys(("slope", "level", "gain"), "*fp32")}
-    how = {"R": 16, "C": 256, "PACKED": codes == "*u8", "GROUP": 64 * (codes == "*u8")}
-    return specimen(columns_kernel, pointers, GRADIENT=gradient, RECTIFY=rectify, **how)
+def _specimen(kernel: Any, codes: str = "*u8", out: str = "*bf16", weight: str = "*fp32", **how: Any) -> Specimen:
+    pointers = {**_KEPT, **_STATISTICS, "codes": codes, "out": out, "weight": weight}
+    given = {name: kind for name, kind in pointers.items() if name in kernel.arg_names}
+    if "codes" in given:
+        how = {"R": 16, "C": 256, "PACKED": codes == "*u8", "GROUP": 64 * (codes == "*u8"), **how}
+    return specimen(kernel, given, **how)
 
 
 SPECIMENS = [
-    specimen(
-        sums_kernel, {"codes": "*u8", **_KEPT, **dict.fromkeys(("mean", "factor", "sums"), "*fp32")},
-        R=16, C=256, PACKED=True, GROUP=64,
-    ),
-    _columns("*u8", "*bf16", True, False),
-    _columns("*i8", "*fp16", False, True),
-]  # fmt: skip
+    _specimen(sums_kernel),
+    _specimen(coefficients_kernel, P=32, C=32, WEIGHTED=True),
+    _specimen(gradient_kernel),
+    _specimen(normed_kernel, WEIGHTED=True, BIASED=True, RECTIFY=True),
+    _specimen(normed_kernel, "*i8", "*fp16", "*fp16", WEIGHTED=True, BIASED=False, RECTIFY=False),
+]

@@ -42,7 +42,7 @@ def is_right(op: str, dtype: str, case: Case) -> bool:
             "activation_backward",
             "norm_backward",
             "batch_norm_backward",
-            "scaled",
+            "batch_norm",
             "pass1",
         )
     return dtype != "float64" or op not in TRANSFORMS
