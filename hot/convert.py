@@ -79,10 +79,11 @@ class _Scoped(_Converted):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan = self.hot_plan
+        if plan.whole is not None and not torch.compiler.is_compiling():
+            with unwatched():  # nothing inside saves anything
+                return kept_whole(self, super().forward, args, kwargs, plan.whole, plan.backend)
         with saving(plan):
-            if plan.whole is None or torch.compiler.is_compiling():
-                return super().forward(*args, **kwargs)
-            return kept_whole(self, super().forward, args, kwargs, plan.whole, plan.backend)
+            return super().forward(*args, **kwargs)
 
 
 @cache

@@ -28,13 +28,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from hot.activations.batch_norm import lies_by_channels
 from hot.bench.steps import Variant
 from hot.bench.workloads import Workload
 from hot.convert import view_of
 from hot.crossover import Point, judge
 from hot.executor import keep
-from hot.kept import Kept, can_keep, rows_of
+from hot.kept import Kept, can_keep, channels_of, rows_of
 from hot.policies.activations import ActivationPlan
 from hot.policies.buffers import Quantized
 from hot.policies.layers import layers_of, scopes_of
@@ -118,8 +117,8 @@ def _statistics(op: str, x: Tensor, args: tuple[Any, ...]) -> int:
 @lru_cache(maxsize=1024)
 def _code_bytes(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, buffer: Quantized, k: int) -> int:
     t = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    kept = Kept.of(t, buffer, "reference", rows_of(shape, k) if k else None).tensors
-    return sum(each.numel() * each.element_size() for each in kept)
+    kept = Kept.of(t, buffer, "reference", rows_of(shape, k) if k else None)
+    return sum(each.numel() * each.element_size() for each in kept.save(t))
 
 
 @lru_cache(maxsize=1024)
@@ -214,7 +213,7 @@ class _Ledger(TorchFunctionMode):
         if function is F.scaled_dot_product_attention:  # CUDA's kernels write heads beside each other
             y = y.transpose(1, 2).contiguous().transpose(1, 2)
         if (
-            function is F.conv2d and args[0].dim() == 4 and lies_by_channels(args[0])
+            function is F.conv2d and args[0].dim() == 4 and channels_of(args[0].shape, args[0].stride())
         ):  # as its input does, and meta's may not
             y = y.contiguous(memory_format=torch.channels_last)
         results = [
@@ -337,7 +336,7 @@ class _Ledger(TorchFunctionMode):
             if isinstance(buffer, Quantized):
                 if op != "batch_norm":
                     self.codes(op, x, buffer, 0 if op == "group_norm" else math.prod(args[1]))
-                elif lies_by_channels(x):
+                elif channels_of(x.shape, x.stride()):
                     self._add(op, ("statistics", made), 8 * x.shape[1])
                     # Whoever makes the result again reads the statistics, too.
                     codes = self.codes(op, x, buffer, x.shape[1])

@@ -25,9 +25,9 @@ from hot.policies.encode import encode
 from hot.policies.plan import GradInputPlan, LayerPlan
 from hot.policies.quantizers import Operand
 from hot.policies.transforms import Transform
-from hot.recipes import Recipe, recipe_of
+from hot.recipes import Make, Recipe, recipe_of
 from hot.sharing import shared
-from hot.views import LinearView, View, conv2d_view
+from hot.views import Like, LinearView, View, conv2d_view
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan) -> Tensor:
@@ -72,33 +72,6 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: 
     return Hot.apply(x, weight, bias, plan, view)
 
 
-class _Like(NamedTuple):
-    """The shapes, dtypes and memory formats that gradients come back in."""
-
-    x_shape: torch.Size
-    x_dtype: torch.dtype
-    x_format: torch.memory_format
-    weight_shape: torch.Size
-    weight_dtype: torch.dtype
-    weight_format: torch.memory_format
-    bias_dtype: torch.dtype | None
-
-    def empty_product(self, g: Tensor, needs: tuple[bool, bool, bool], view: View) -> tuple[Tensor | None, ...]:
-        """The gradients where there is nothing to multiply: zeros, and the bias gradient, which may still be a sum."""
-        needs_input, needs_weight, needs_bias = needs
-        return (
-            g.new_zeros(self.x_shape, dtype=self.x_dtype) if needs_input else None,
-            g.new_zeros(self.weight_shape, dtype=self.weight_dtype) if needs_weight else None,
-            view.tokens(g).sum((0, 1)).to(self.bias_dtype) if needs_bias else None,
-        )
-
-
-def _format(t: Tensor) -> torch.memory_format:
-    """channels_last where a 4-D tensor is laid out so, else contiguous."""
-    last = t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last else torch.contiguous_format
-
-
 def as_written(t: Tensor) -> AbstractContextManager[object]:
     """A context in which nothing is cast on t's device; torch has no autocast for the meta device."""
     kind = t.device.type
@@ -106,27 +79,25 @@ def as_written(t: Tensor) -> AbstractContextManager[object]:
         # torch.compile traces a backward anew once it asks for strides, and never closes what was open by then: the rest of the
         # model would be traced without autocast. So they are asked for first.
         t.stride()
-    elif kind == "meta" or not torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return nullcontext()
-    return torch.autocast(kind, enabled=False)
+    context: AbstractContextManager[object] = torch._C._DisableAutocast()  # a tenth of the time of torch.autocast
+    return context
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, view: View) -> Tensor:
-    """torch's own op. Under autocast on copies of our own: those that autocast makes of weights it holds until its end,
-    half of the model again at the peak; backward needs none of them."""
+def _as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands as autocast would cast them, in copies of our own: those that it makes of weights it holds until its end,
+    half of the model again at the peak, and backward needs none of them."""
     kind = x.device.type
     if kind == "meta" or torch.compiler.is_compiling() or not torch.is_autocast_enabled(kind):
-        return view.forward(x, weight, bias)
+        return x, weight, bias
     low = torch.get_autocast_dtype(kind)
-    x, weight = (t.to(low) if _is_cast(t) else t for t in (x, weight))
-    if bias is not None and _is_cast(bias):
-        bias = bias.to(low)
-    with torch.autocast(kind, enabled=False):
-        return view.forward(x, weight, bias)
+    return _cast(x, low), _cast(weight, low), None if bias is None else _cast(bias, low)
 
 
-def _is_cast(t: Tensor) -> bool:
-    return t.is_floating_point() and t.dtype != torch.float64
+def _cast(t: Tensor, low: torch.dtype) -> Tensor:
+    return t.to(low) if t.dtype != low and t.is_floating_point() and t.dtype != torch.float64 else t
 
 
 class Hot(torch.autograd.Function):
@@ -134,33 +105,50 @@ class Hot(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
-        y = _forward(x, weight, bias, view)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
+        given = _as_autocast(x, weight, bias)
+        if torch.compiler.is_compiling():  # whose graph has autocast's own copies
+            y = view.forward(*given)
         with as_written(x):  # autocast would cast the transforms' own products
-            recipe = _recipe(x, plan) if needs_weight and x.numel() else None
-            kept = keep(x, y.dtype, plan, view, recipe) if needs_weight and x.numel() else ()
+            if not torch.compiler.is_compiling():
+                y = view.forward(*given)
+            made = _recipe(x, plan) if needs_weight and x.numel() else None
+            kept = keep(x, y.dtype, plan, view, made) if needs_weight and x.numel() else ()
         ctx.save_for_backward(weight if needs_input else None, *kept)
-        ctx.plan, ctx.view, ctx.recipe = plan, view, None if recipe is None else recipe.without_tensors()
-        ctx.like = _Like(
-            x.shape,
-            x.dtype,
-            _format(x),
-            weight.shape,
-            weight.dtype,
-            _format(weight),
-            None if bias is None else bias.dtype,
+        ctx.plan, ctx.view, ctx.make, ctx.like = (
+            plan,
+            view,
+            None if made is None else made.make,
+            Like.of(x, weight, bias),
         )
-        return torch.ops.aten._unsafe_view(y, y.shape)  # no view: whoever gets it may change it in place
+        return unviewed(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
-        if not g.numel() or not ctx.like.x_shape.numel():
-            return (*ctx.like.empty_product(g, ctx.needs_input_grad[:3], ctx.view), None, None)
+        needs, like = ctx.needs_input_grad[:3], ctx.like
+        if not g.numel() or not like.x_shape.numel():
+            return (*_of_nothing(g, needs, ctx.view, like), None, None)
         with as_written(g):  # as in forward; backward may be called under autocast
-            needs = ctx.needs_input_grad[:3]
-            return (*_backward(g, weight, tuple(kept), needs, ctx.plan, ctx.view, ctx.like, ctx.recipe), None, None)
+            return (*_backward(g, weight, tuple(kept), needs, ctx.plan, ctx.view, like, ctx.make), None, None)
+
+
+def unviewed(y: Tensor) -> Tensor:
+    """y, which nobody else holds, for whoever gets it from an autograd function: views must not be changed in place there."""
+    return torch.ops.aten._unsafe_view.default(y, y.shape) if torch.compiler.is_compiling() or y._is_view() else y
+
+
+def _of_nothing(
+    g: Tensor, needs: tuple[bool, bool, bool], view: View, like: Like
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients where there is nothing to multiply: zeros, and the bias gradient, which may still be a sum."""
+    needs_input, needs_weight, needs_bias = needs
+    return (
+        g.new_zeros(like.x_shape, dtype=like.x_dtype) if needs_input else None,
+        g.new_zeros(like.weight_shape, dtype=like.weight_dtype) if needs_weight else None,
+        view.tokens(g).sum((0, 1)).to(like.bias_dtype) if needs_bias else None,
+    )
 
 
 def _backward(
@@ -170,40 +158,81 @@ def _backward(
     needs: tuple[bool, bool, bool],
     plan: LayerPlan,
     view: View,
-    like: _Like,
-    recipe: Recipe | None,
+    like: Like,
+    make: Make | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of input, weight and bias; None for one that nobody needs."""
+    """The gradients of input, weight and bias; None for one that nobody needs. What paths that are torch's own compute, they
+    compute at once; the others, each by its product."""
+    needs_input, needs_weight, needs_bias = needs
+    x = _exact_input(kept, plan, make) if needs_weight else None
+    own = needs_input and plan.grad_input.is_exact
+    grad_input = grad_weight = grad_bias = None
+    if own or x is not None:
+        given = _to(x, g.dtype), _to(weight, g.dtype) if own else None
+        grad_input, grad_weight = view.exact(g, *given, like)
+        del given
+    left = needs_input and not own, needs_weight and x is None, needs_bias
+    if left[0] or left[1]:
+        products = _products(g, weight, kept, left, plan, view, like, make)
+        grad_input, grad_weight = grad_input if own else products[0], products[1] if x is None else grad_weight
+        grad_bias = products[2]
+    if needs_bias and grad_bias is None:
+        grad_bias = view.exact_grad_bias(g)
+    return (
+        _to(grad_input, like.x_dtype, like.x_format),
+        _to(grad_weight, like.weight_dtype, like.weight_format),
+        _to(grad_bias, like.bias_dtype),
+    )
+
+
+def _to(t: Tensor | None, dtype: torch.dtype | None, format: torch.memory_format | None = None) -> Tensor | None:
+    """t in a dtype and memory format; calls that change nothing take their time too."""
+    if t is not None and t.dtype != dtype:
+        t = t.to(dtype)
+    return t if t is None or format is None else t.contiguous(memory_format=format)
+
+
+def _exact_input(kept: tuple[Tensor, ...], plan: LayerPlan, make: Make | None) -> Tensor | None:
+    """The input of a layer whose grad_weight is torch's own; None if that is a product on codes."""
+    if not plan.grad_weight.is_exact or (make is None and not _keeps_input(plan)):
+        return None
+    return kept[0] if make is None else make(kept)
+
+
+def _products(
+    g: Tensor,
+    weight: Tensor | None,
+    kept: tuple[Tensor, ...],
+    needs: tuple[bool, bool, bool],
+    plan: LayerPlan,
+    view: View,
+    like: Like,
+    make: Make | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of input and weight, where needed, as the plan's products; that of the bias where it comes with them."""
     needs_input, needs_weight, needs_bias = needs
     ops = get_ops(plan.backend, g.device.type)
     draw, kept = (kept[0], kept[1:]) if needs_weight and plan.grad_weight.transform.draws else (None, kept)
     tokens = view.tokens(g)
     left = right = for_weight = input_draw = grad_input = grad_weight = grad_bias = None
-    multiplies = needs_input and not plan.grad_input.is_exact
     held = holders(plan.grad_input, ops, tokens.shape[0] * tokens.shape[1] * math.prod(like.weight_shape[1:]))
-    aside = Aside(g)
-    if multiplies:
+    aside = Aside(g if needs_input else None)
+    if needs_input:
         assert weight is not None  # forward saved it
         input_draw = plan.grad_input.transform.draw(g.device)
         with aside:  # the weight's operand needs nothing of g_y
             right = _weight_operand(weight, plan.grad_input, held[1], input_draw, view, ops)
-    if multiplies and needs_weight and (fused := _fused(plan, held[0])):
+    if needs_input and needs_weight and (fused := _fused(plan, held[0])):
         left, for_weight, grad_bias = _grad_output_operands(tokens, fused, draw, needs_bias, ops)
-    elif multiplies:
+    elif needs_input:
         left = _grad_output_operand(tokens, plan.grad_input, held[0], input_draw, ops)
 
     if left and right:
         with aside:  # the two products need nothing of each other
             grad_input = _grad_input(left, right, tokens, input_draw, plan.grad_input, view, like, ops)
-    elif needs_input:
-        assert weight is not None
-        exact = view.exact_grad_input(g, like.x_shape, weight.to(g.dtype), like.x_format)
-        grad_input = exact.to(like.x_dtype).contiguous(memory_format=like.x_format)
     if needs_weight:
-        grad_weight = _grad_weight(g, tokens, kept, draw, for_weight, plan, view, like, ops, recipe)
+        grad_weight = _grad_weight(g, tokens, kept, draw, for_weight, plan, view, like, ops, make)
     aside.join()
-    if needs_bias:
-        grad_bias = (view.exact_grad_bias(g) if grad_bias is None else grad_bias).to(like.bias_dtype)
     return grad_input, grad_weight, grad_bias
 
 
@@ -213,6 +242,8 @@ def keep(
     """What forward saves of x: the draw, if there is one, then what the buffer saves, or what a recipe makes x of. dtype: what
     the product ran in."""
     path, buffer = plan.grad_weight, plan.buffer
+    if recipe is not None and not path.transform.draws:
+        return recipe.tensors
 
     def make() -> tuple[Tensor, ...]:
         draw = path.transform.draw(x.device)
@@ -236,7 +267,7 @@ def _recipe(x: Tensor, plan: LayerPlan) -> Recipe | None:
         return None
     made = recipe_of(x) if plan.buffer.recompute else None
     if made is None and plan.grad_weight.is_exact and isinstance(plan.buffer, Quantized) and can_keep(x):
-        made = Kept.of(x, plan.buffer, plan.backend).recipe
+        made = Kept.of(x, plan.buffer, plan.backend).recipe(x)
     return made
 
 
@@ -340,7 +371,7 @@ def _grad_input(
     draw: Tensor | None,
     path: GradInputPlan,
     view: View,
-    like: _Like,
+    like: Like,
     ops: Ops,
 ) -> Tensor:
     """g_x = g_y w in the shape, dtype and format of x, from both operands. tokens: g_y (samples, tokens, O), whose dtype the
@@ -370,26 +401,21 @@ def _grad_weight(
     operand: Operand | None,
     plan: LayerPlan,
     view: View,
-    like: _Like,
+    like: Like,
     ops: Ops,
-    recipe: Recipe | None,
+    make: Make | None,
 ) -> Tensor:
-    """g_w = g_yᵀ x in the shape, dtype and format of the weight."""
+    """g_w = g_yᵀ x in the shape and dtype of the weight."""
     path = plan.grad_weight
     held: Tensor | Operand
-    if path.is_exact and (recipe is not None or _keeps_input(plan)):
-        x = kept[0] if recipe is None else recipe.make(kept)
-        grad = view.exact_grad_weight(g, x.to(g.dtype), like.weight_shape, like.weight_format)
+    a = operand or encode(tokens.permute(2, 0, 1), path.transform, path.grad_output, ops, draw)
+    if make is not None:
+        held = view.input_rows(make(kept))
     else:
-        a = operand or encode(tokens.permute(2, 0, 1), path.transform, path.grad_output, ops, draw)
-        if recipe is not None:
-            held = view.input_rows(recipe.make(kept))
-        else:
-            held = plan.buffer.load(kept, view.rows_shape(like.x_shape), path.transform, path.input, ops)
-        if isinstance(held, Tensor):
-            held = encode(view.product_rows(held, like.x_shape), path.transform, path.input, ops, draw)
-        grad = _product(a, held, like.weight_dtype, g.dtype, ops).view(like.weight_shape)
-    return grad.to(like.weight_dtype).contiguous(memory_format=like.weight_format)
+        held = plan.buffer.load(kept, view.rows_shape(like.x_shape), path.transform, path.input, ops)
+    if isinstance(held, Tensor):
+        held = encode(view.product_rows(held, like.x_shape), path.transform, path.input, ops, draw)
+    return _product(a, held, like.weight_dtype, g.dtype, ops).view(like.weight_shape)
 
 
 def _product(a: Operand, b: Operand, dtype: torch.dtype, low: torch.dtype, ops: Ops) -> Tensor:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
+
+Make: TypeAlias = Callable[[tuple[Tensor, ...]], Tensor]
 
 
 class Recipe(NamedTuple):
@@ -17,23 +19,14 @@ class Recipe(NamedTuple):
     what a ReLU makes of it."""
 
     tensors: tuple[Tensor, ...]
-    make: Callable[[tuple[Tensor, ...]], Tensor]
-    rectified: Callable[[tuple[Tensor, ...]], Tensor] | None = None
-
-    def without_tensors(self) -> Recipe:
-        """What a graph may hold beside the tensors that it saves itself."""
-        return Recipe((), self.make)
+    make: Make
+    rectified: Make | None = None
 
 
 _recipes: dict[int, tuple[weakref.ref[Tensor], int, Recipe]] = {}
 
 
-def remember(
-    y: Tensor,
-    tensors: tuple[Tensor, ...],
-    make: Callable[[tuple[Tensor, ...]], Tensor],
-    rectified: Callable[[tuple[Tensor, ...]], Tensor] | None = None,
-) -> None:
+def remember(y: Tensor, tensors: tuple[Tensor, ...], make: Make, rectified: Make | None = None) -> None:
     """Say how y is made again, for as long as somebody holds it and does not change it."""
     slot = id(y)
     recipe = Recipe(tensors, make, rectified)

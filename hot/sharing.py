@@ -15,18 +15,9 @@ from torch import Tensor
 _shared: dict[tuple[int, Hashable], tuple[weakref.ref[Tensor], int, tuple[weakref.ref[Tensor], ...]]] = {}
 
 
-_made: dict[int, weakref.ref[Tensor]] = {}
-
-
-def _mark(t: Tensor) -> None:
-    key = id(t)
-    _made[key] = weakref.ref(t, lambda _: _made.pop(key, None))
-
-
 def is_made(t: Tensor) -> bool:
     """Whether t came out of `shared`."""
-    entry = _made.get(id(t))
-    return entry is not None and entry() is t
+    return hasattr(t, "hot_made")
 
 
 def shared(x: Tensor, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -41,7 +32,7 @@ def shared(x: Tensor, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> 
             return alive
     made = make()
     for t in made:
-        _mark(t)
+        t.hot_made = True  # type: ignore[attr-defined]
     own = weakref.ref(x, lambda _: _shared.pop(slot, None))
     _shared[slot] = (own, x._version, tuple(weakref.ref(t) for t in made))
     return made

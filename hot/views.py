@@ -7,6 +7,8 @@ channel (for a k×k convolution: a channel and a tap). No view copies more than 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,29 @@ from torch import Tensor
 
 COLUMNS = 2**26
 """Elements of the unfolded gradient of a k×k convolution that exist at once (256 MiB in float32)."""
+
+
+class Like(NamedTuple):
+    """The shapes, dtypes and memory formats that gradients come back in."""
+
+    x_shape: torch.Size
+    x_dtype: torch.dtype
+    x_format: torch.memory_format
+    weight_shape: torch.Size
+    weight_dtype: torch.dtype
+    weight_format: torch.memory_format
+    bias_dtype: torch.dtype | None
+
+    @staticmethod
+    def of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Like:
+        own = x.shape, x.dtype, _format(x), weight.shape, weight.dtype, _format(weight)
+        return Like(*own, None if bias is None else bias.dtype)
+
+
+def _format(t: Tensor) -> torch.memory_format:
+    """channels_last where a 4-D tensor is laid out so, else contiguous."""
+    last = t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
 
 
 @dataclass(frozen=True)
@@ -56,15 +81,18 @@ class LinearView:
         """(samples·tokens, I) → the shape of x."""
         return product.to(dtype).view(x_shape)
 
-    def exact_grad_input(self, g: Tensor, x_shape: torch.Size, weight: Tensor, x_format: torch.memory_format) -> Tensor:
-        """What torch computes. Equals: g @ weight"""
-        return (g.reshape(-1, g.shape[-1]) @ weight).view(x_shape)
+    def exact(
+        self, g: Tensor, x: Tensor | None, weight: Tensor | None, like: Like
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What torch computes: the gradient of x where the weight is given, that of the weight where x is, in g's dtype.
 
-    def exact_grad_weight(
-        self, g: Tensor, x: Tensor, weight_shape: torch.Size, weight_format: torch.memory_format
-    ) -> Tensor:
-        """What torch computes. Equals: g.T @ x"""
-        return g.reshape(-1, g.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+        Equals: (g @ weight, g.T @ x)
+        """
+        rows = g.reshape(-1, g.shape[-1])
+        return (
+            None if weight is None else (rows @ weight).view(like.x_shape),
+            None if x is None else rows.T @ x.reshape(-1, x.shape[-1]),
+        )
 
     def exact_grad_bias(self, g: Tensor) -> Tensor:
         return g.reshape(-1, g.shape[-1]).sum(0)
@@ -165,36 +193,31 @@ class Conv2dView:
         )
         return h, w
 
-    def exact_grad_input(self, g: Tensor, x_shape: torch.Size, weight: Tensor, x_format: torch.memory_format) -> Tensor:
-        # x is only a shape here, but torch picks the layout of everything by it, and copies one that does not lie as x did
-        x = torch.empty(x_shape, dtype=g.dtype, device=g.device, memory_format=x_format)
-        return self._exact(g, x, weight, (True, False, False))[0]
-
-    def exact_grad_weight(
-        self, g: Tensor, x: Tensor, weight_shape: torch.Size, weight_format: torch.memory_format
-    ) -> Tensor:
-        weight = torch.empty(weight_shape, dtype=g.dtype, device=g.device, memory_format=weight_format)
-        return self._exact(g, x, weight, (False, True, False))[1]
-
-    def exact_grad_bias(self, g: Tensor) -> Tensor:
-        return _batched(g).sum((0, 2, 3))
-
-    def _exact(
-        self, g: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """torch's own backward; an asymmetric ``same`` is padded by hand first, as torch's forward does."""
+    def exact(
+        self, g: Tensor, x: Tensor | None, weight: Tensor | None, like: Like
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As `LinearView.exact`; an asymmetric ``same`` is padded by hand first, as torch's forward does."""
+        needs = [weight is not None, x is not None, False]
+        # What is not given is only a shape, but torch picks the layout of everything by it, and copies what does not lie so.
+        if x is None:
+            x = torch.empty(like.x_shape, dtype=g.dtype, device=g.device, memory_format=like.x_format)
+        if weight is None:
+            weight = torch.empty(like.weight_shape, dtype=g.dtype, device=g.device, memory_format=like.weight_format)
         left, right, top, bottom = self.pads
-        batched, shape = _batched(x), x.shape
+        batched, height, width = _batched(x), *x.shape[-2:]
         symmetric = left == right and top == bottom
         padding = (top, left) if symmetric else (0, 0)
         if not symmetric:
             batched = F.pad(batched, self.pads)
-        grad_x, grad_w, grad_b = torch.ops.aten.convolution_backward(
-            _batched(g), batched, weight, None, self.stride, padding, self.dilation, False, [0, 0], 1, mask
+        grad_x, grad_w, _ = torch.ops.aten.convolution_backward.default(
+            _batched(g), batched, weight, None, self.stride, padding, self.dilation, False, [0, 0], 1, needs
         )
-        if mask[0] and not symmetric:
-            grad_x = grad_x[:, :, top : top + shape[-2], left : left + shape[-1]]
-        return grad_x.reshape(shape) if mask[0] else grad_x, grad_w, grad_b
+        if needs[0] and not symmetric:
+            grad_x = grad_x[:, :, top : top + height, left : left + width]
+        return grad_x[0] if needs[0] and x.dim() == 3 else grad_x, grad_w
+
+    def exact_grad_bias(self, g: Tensor) -> Tensor:
+        return _batched(g).sum((0, 2, 3))
 
 
 def conv2d_view(
@@ -204,7 +227,12 @@ def conv2d_view(
     dilation: int | tuple[int, int],
 ) -> Conv2dView:
     """The view of a convolution given as F.conv2d takes its options: numbers, pairs, or a padding by name."""
-    return Conv2dView(kernel, _pair(stride), padding if isinstance(padding, str) else _pair(padding), _pair(dilation))
+    pads = padding if isinstance(padding, str) else _pair(padding)
+    make = Conv2dView if torch.compiler.is_compiling() else _conv2d_view
+    return make(kernel, _pair(stride), pads, _pair(dilation))
+
+
+_conv2d_view = lru_cache(maxsize=1024)(Conv2dView)
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:

@@ -69,7 +69,7 @@ MUTATIONS = [
     Mutation("activations: a batch counts twice", "hot/activations/calls.py", "again = torch.is_grad_enabled()", "again = False"),
     Mutation("activations: ignored targets count", "hot/activations/losses.py", "g / valid.sum()", "g / len(valid)"),
     Mutation("activations: one factor for the other", "hot/activations/fused.py",
-             "grad_a = g * of_b.make(saved[ctx.split :])", "grad_a = g * of_a.make(saved[: ctx.split])"),
+             "grad_a = g * of_b(saved[ctx.split :])", "grad_a = g * of_a(saved[: ctx.split])"),
     Mutation("activations: the catch-all takes scales", "hot/activations/hook.py", " or is_made(t)", ""),
     Mutation("recipes: found whatever happened since", "hot/recipes.py", " and entry[1] == y._version", ""),
     Mutation("norm_backward: not centered", "hot/backends/activation_ops.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,22 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from hot.backends import get_ops
 from hot.executor import as_written
-from hot.kept import Kept, Layout, layout_of
+from hot.kept import Kept, channels_of
 from hot.policies.buffers import Quantized
 from hot.recipes import remember
-
-
-def lies_by_channels(x: Tensor) -> bool:
-    """Whether the rows of x in memory are its channels, one pixel after the other."""
-    return x.dim() >= 2 and x.stride(1) == 1 and _layout(x) is not None
-
-
-def _layout(x: Tensor) -> Layout | None:
-    order = layout_of(x.shape, x.stride()).order
-    dense = order[-1] == 1 and all(
-        x.stride(a) == x.stride(b) * x.shape[b] for a, b in pairwise(order) if x.shape[a] > 1
-    )
-    return Layout(x.shape, order, x.shape[1]) if dense else None
 
 
 def batch_norm(
@@ -41,19 +28,18 @@ def batch_norm(
     buffer: Quantized,
     backend: str,
 ) -> Tensor:
-    """F.batch_norm in training. A ReLU behind it, and a convolution behind that, are told how their inputs are made again."""
-    with as_written(x):
-        kept = Kept.of(x, buffer, backend, _layout(x))
-    statistics: list[Tensor] = []
-    y: Tensor = BatchNorm.apply(x, weight, bias, (running_mean, running_var, momentum, eps), kept, statistics)
+    """F.batch_norm in training, of an x that has a layout by channels. A ReLU behind it, and a convolution behind that, are
+    told how their inputs are made again."""
+    kept = Kept.of(x, buffer, backend, channels_of(x.shape, x.stride()))
+    made: list[Tensor] = []
+    y: Tensor = BatchNorm.apply(x, weight, bias, (running_mean, running_var, momentum, eps), kept, made)
     own = tuple(t for t in (weight, bias) if t is not None)
-    made = kept.without_tensors(), weight is not None, bias is not None
-    remember(y, (*kept.tensors, *statistics, *own), _Given(*made, rectify=False), _Given(*made, rectify=True))
+    remember(y, (*made, *own), *_again(kept, weight is not None, bias is not None))
     return y
 
 
 @dataclass(frozen=True)
-class _Given:
+class _Again:
     """What the batch norm gave, from the codes of its input; rectify: what a ReLU made of that."""
 
     kept: Kept
@@ -70,7 +56,15 @@ class _Given:
         return kept.layout.tensor(values)
 
 
+@lru_cache(maxsize=4096)
+def _again(kept: Kept, weighted: bool, biased: bool) -> tuple[_Again, _Again]:
+    """Without and with a ReLU."""
+    return _Again(kept, weighted, biased, False), _Again(kept, weighted, biased, True)
+
+
 class BatchNorm(torch.autograd.Function):
+    """made: filled with what is kept, codes, scale and the statistics of the batch."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -79,26 +73,28 @@ class BatchNorm(torch.autograd.Function):
         bias: Tensor | None,
         how: tuple[Tensor | None, Tensor | None, float, float],
         kept: Kept,
-        statistics: list[Tensor],
+        made: list[Tensor],
     ) -> Tensor:
         running_mean, running_var, momentum, eps = how
-        y, mean, factor, *_ = torch.ops.aten._batch_norm_impl_index(
+        with as_written(x):
+            made += kept.save(x)
+        y, mean, factor, *_ = torch._batch_norm_impl_index(
             x, weight, bias, running_mean, running_var, True, momentum, eps, torch.backends.cudnn.enabled
         )
-        statistics += [mean, factor]
-        ctx.save_for_backward(weight, mean, factor, *kept.tensors)
-        ctx.kept, ctx.bias_dtype = kept.without_tensors(), None if bias is None else bias.dtype
+        made += mean, factor
+        ctx.save_for_backward(weight, *made)
+        ctx.kept, ctx.bias_dtype = kept, None if bias is None else bias.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        weight, mean, factor, codes, scale = ctx.saved_tensors
+        weight, codes, scale, mean, factor = ctx.saved_tensors
         kept, ops = ctx.kept, get_ops(ctx.kept.backend, g.device.type)
         with as_written(g):
             rows = kept.layout.matrix(g)
-            made = ops.batch_norm_backward(rows, codes, scale, kept.group, weight, mean, factor, kept.dtype)
-        grad, of_weight, of_bias = made
+            found = ops.batch_norm_backward(rows, codes, scale, kept.group, weight, mean, factor, kept.dtype)
+        grad, of_weight, of_bias = found
         needs = ctx.needs_input_grad
         return (
             kept.layout.tensor(grad) if needs[0] else None,

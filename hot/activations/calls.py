@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from hot.activations import bits
-from hot.activations.batch_norm import batch_norm, lies_by_channels
+from hot.activations.batch_norm import batch_norm
 from hot.activations.fused import activation, norm, product
 from hot.activations.hook import catching
 from hot.activations.losses import cross_entropy
 from hot.activations.recomputed import recomputed
-from hot.kept import can_keep
+from hot.kept import can_keep, channels_of
 from hot.policies.activations import ActivationPlan
 from hot.policies.params import Params
 
@@ -28,13 +28,17 @@ Kwargs: TypeAlias = dict[str, Any]
 _active = threading.local()
 
 
-@contextmanager
-def saving(plan: ActivationPlan) -> Iterator[None]:
+def saving(plan: ActivationPlan) -> AbstractContextManager[object]:
     """Inside, ops save what a plan says. Nothing changes where nothing is differentiated, and in compiled graphs, whose
     compiler decides itself what to keep."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_same(getattr(_active, "plan", None), plan):
-        yield
-        return
+    same = (
+        torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_same(getattr(_active, "plan", None), plan)
+    )
+    return nullcontext() if same else _saving(plan)
+
+
+@contextmanager
+def _saving(plan: ActivationPlan) -> Iterator[None]:
     before = getattr(_active, "plan", None)
     _active.plan = plan
     try:
@@ -57,17 +61,19 @@ def unwatched() -> AbstractContextManager[object]:
 class _Saving(TorchFunctionMode):
     def __init__(self, plan: ActivationPlan) -> None:
         super().__init__()
-        self.plan, self.buffers = plan, dict(plan.buffers)
+        self.plan = plan
+        served = ((*SERVED[op], buffer) for op, buffer in plan.buffers if op in SERVED)
+        self.serving = {function: (serve, buffer) for functions, serve, buffer in served for function in functions}
 
     def __torch_function__(self, function: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        kwargs = kwargs or {}
-        op = _OPS.get(function)
-        if op is None or op not in self.buffers:
+        found, kwargs = self.serving.get(function), kwargs or {}
+        if found is None:
             return function(*args, **kwargs)
         innermost = _is_same(_active.plan, self.plan)  # the plan of a module inside another's speaks for all of its ops
         if not innermost or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        return SERVED[op][1](function, args, kwargs, self.buffers[op], self.plan.backend)
+        serve, buffer = found
+        return serve(function, args, kwargs, buffer, self.plan.backend)
 
 
 def _named(names: tuple[str, ...], args: Args, kwargs: Kwargs, *wanted: str) -> list[Any]:
@@ -135,7 +141,7 @@ def _batch_norm(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend:
     if not training or not can_keep(x) or not _differentiates(x, weight, bias):
         return function(*args, **kwargs)
     momentum, eps = 0.1 if momentum is None else momentum, 1e-5 if eps is None else eps
-    if buffer.is_plain and lies_by_channels(x):
+    if buffer.is_plain and channels_of(x.shape, x.stride()) is not None:
         return batch_norm(x, mean, var, weight, bias, momentum, eps, buffer, backend)
 
     def call(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -196,4 +202,3 @@ SERVED: dict[str, tuple[tuple[Callable[..., Any], ...], Serve]] = {
     "dropout": ((F.dropout,), _dropout),
 }
 """By op: the functions that it is called by, and who serves a call."""
-_OPS = {function: op for op, (functions, _) in SERVED.items() for function in functions}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hot.backends import get_ops
-from hot.executor import as_written
+from hot.executor import as_written, unviewed
 from hot.kept import Kept, rows_of
 from hot.policies.buffers import Quantized
 from hot.recipes import Recipe, recipe_of, remember
@@ -21,10 +21,10 @@ from hot.recipes import Recipe, recipe_of, remember
 def activation(call: Callable[[Tensor], Tensor], x: Tensor, name: str, buffer: Quantized, backend: str) -> Tensor:
     """An activation by the name that the op `activation_backward` has for it. Whoever would keep its result is told of the
     codes that it can be made of again."""
-    with as_written(x):
-        kept = Kept.of(x, buffer, backend)
-    y: Tensor = Activation.apply(x, call, name, kept)
-    remember(y, kept.tensors, _Again(name, kept.without_tensors()))
+    kept = Kept.of(x, buffer, backend)
+    made: list[Tensor] = []
+    y: Tensor = Activation.apply(x, call, name, kept, made)
+    remember(y, tuple(made), _Again(name, kept))
     return y
 
 
@@ -41,33 +41,35 @@ class _Again:
 
 
 class Activation(torch.autograd.Function):
+    """made: filled with what is kept."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[Tensor], Tensor], name: str, kept: Kept) -> Tensor:
-        ctx.save_for_backward(*kept.tensors)
-        ctx.kept, ctx.name = kept.without_tensors(), name
-        y = call(x)
-        return torch.ops.aten._unsafe_view(y, y.shape)  # no view: whoever gets it may change it in place
+    def forward(
+        ctx: Any, x: Tensor, call: Callable[[Tensor], Tensor], name: str, kept: Kept, made: list[Tensor]
+    ) -> Tensor:
+        with as_written(x):
+            made += kept.save(x)
+        ctx.save_for_backward(*made)
+        ctx.kept, ctx.name = kept, name
+        return unviewed(call(x))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         kept, ops = ctx.kept, get_ops(ctx.kept.backend, g.device.type)
         with as_written(g):
             grad = ops.activation_backward(kept.layout.matrix(g), *ctx.saved_tensors, kept.group, ctx.name)
-        return kept.layout.tensor(grad).to(kept.dtype), None, None, None
+        return kept.layout.tensor(grad).to(kept.dtype), *[None] * 4
 
 
 def product(a: Tensor, b: Tensor, buffer: Quantized, backend: str) -> Tensor:
     """a · b, of one shape and dtype, element by element: what of each is needed for the other's gradient is made again of the
     codes that it came from, or kept as codes."""
     with as_written(a):
-        parts = tuple(recipe_of(t) or Kept.of(t, buffer, backend).recipe for t in (a, b))
+        parts = tuple(recipe_of(t) or Kept.of(t, buffer, backend).recipe(t) for t in (a, b))
     y: Tensor = Product.apply(a, b, parts)
-    split = len(parts[0].tensors)
-    factors = tuple(part.without_tensors() for part in parts)
-    remember(
-        y, (*parts[0].tensors, *parts[1].tensors), lambda t: factors[0].make(t[:split]) * factors[1].make(t[split:])
-    )
+    split, of_a, of_b = len(parts[0].tensors), parts[0].make, parts[1].make
+    remember(y, (*parts[0].tensors, *parts[1].tensors), lambda t: of_a(t[:split]) * of_b(t[split:]))
     return y
 
 
@@ -75,16 +77,16 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, parts: tuple[Recipe, Recipe]) -> Tensor:
         ctx.save_for_backward(*parts[0].tensors, *parts[1].tensors)
-        ctx.split, ctx.parts = len(parts[0].tensors), tuple(part.without_tensors() for part in parts)
+        ctx.split, ctx.makes = len(parts[0].tensors), tuple(part.make for part in parts)
         return a * b
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        saved, (of_a, of_b), needs = ctx.saved_tensors, ctx.parts, ctx.needs_input_grad
+        saved, (of_a, of_b), needs = ctx.saved_tensors, ctx.makes, ctx.needs_input_grad
         with as_written(g):
-            grad_a = g * of_b.make(saved[ctx.split :]) if needs[0] else None
-            grad_b = g * of_a.make(saved[: ctx.split]) if needs[1] else None
+            grad_a = g * of_b(saved[ctx.split :]) if needs[0] else None
+            grad_b = g * of_a(saved[: ctx.split]) if needs[1] else None
         return grad_a, grad_b, None
 
 
@@ -100,8 +102,7 @@ def norm(
     backend: str,
 ) -> Tensor:
     """A norm over the last axes of x, of that shape, as `norm_backward` has it. `call` runs it."""
-    with as_written(x):
-        kept = Kept.of(x, buffer, backend, rows_of(x.shape, math.prod(shape)))
+    kept = Kept.of(x, buffer, backend, rows_of(x.shape, math.prod(shape)))
     result: Tensor = Norm.apply(x, weight, bias, call, kept, eps, centered)
     return result
 
@@ -118,11 +119,11 @@ class Norm(torch.autograd.Function):
         eps: float,
         centered: bool,
     ) -> Tensor:
-        ctx.save_for_backward(weight, *kept.tensors)
-        ctx.kept, ctx.eps, ctx.centered = kept.without_tensors(), eps, centered
+        with as_written(x):
+            ctx.save_for_backward(weight, *kept.save(x))
+        ctx.kept, ctx.eps, ctx.centered = kept, eps, centered
         ctx.bias_dtype = None if bias is None else bias.dtype
-        y = call()
-        return torch.ops.aten._unsafe_view(y, y.shape)  # no view: whoever gets it may change it in place
+        return unviewed(call())
 
     @staticmethod
     @once_differentiable

@@ -56,9 +56,9 @@ def _coding(
     def pack(t: Tensor) -> tuple[Kept | None, tuple[Any, ...]]:
         if not _takes(t):
             return None, (outer_pack(t),)
+        kept = Kept.of(t, buffer, backend)
         with torch.no_grad(), as_written(t):
-            kept = Kept.of(t, buffer, backend)
-        return kept.without_tensors(), tuple(map(outer_pack, kept.tensors))
+            return kept, tuple(map(outer_pack, kept.save(t)))
 
     def unpack(saved: tuple[Kept | None, tuple[Any, ...]]) -> Tensor:
         kept, held = saved

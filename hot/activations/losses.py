@@ -24,8 +24,8 @@ def cross_entropy(
     order."""
     device = logits.device.type
     wide = torch.float32 if torch.is_autocast_enabled(device) and logits.dtype != torch.float64 else logits.dtype
+    kept = Kept.of(logits, buffer, backend, rows_of(logits.shape, logits.shape[1]))
     with as_written(logits):
-        kept = Kept.of(logits, buffer, backend, rows_of(logits.shape, logits.shape[1]))
         result: Tensor = CrossEntropy.apply(logits, target, ignore, reduction, wide, kept)
     return result
 
@@ -42,8 +42,8 @@ class CrossEntropy(torch.autograd.Function):
             rows = slice(part, part + at_once)
             chances = F.log_softmax(logits[rows].to(wide), 1)
             picked[rows] = chances.gather(1, target[rows].where(valid[rows], 0)[:, None])[:, 0]
-        ctx.save_for_backward(target, *kept.tensors)
-        ctx.kept, ctx.ignore, ctx.mean, ctx.wide = kept.without_tensors(), ignore, reduction == "mean", wide
+        ctx.save_for_backward(target, *kept.save(logits))
+        ctx.kept, ctx.ignore, ctx.mean, ctx.wide = kept, ignore, reduction == "mean", wide
         # one class, whose chance is that of the target: what is left to do is to add up
         only = torch.where(valid, 0, -100)
         return F.nll_loss(picked[:, None], only, reduction=reduction, ignore_index=-100)

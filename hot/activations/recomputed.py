@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hot.errors import HotError
-from hot.executor import as_written
+from hot.executor import as_written, unviewed
 from hot.kept import Kept, can_keep
 from hot.policies.buffers import Quantized
 
@@ -109,28 +109,27 @@ class Recomputed(torch.autograd.Function):
             raise HotError(
                 f"activations: module: its forward returns a {type(y).__name__}, not one tensor: leave it out"
             )
-        kept: list[Kept | None] = [None] * len(tensors)
         if any(ctx.needs_input_grad):
+            ctx.kept = [
+                Kept.of(t, call.buffer, call.backend) if coded else None
+                for t, coded in zip(tensors, call.coded, strict=True)
+            ]
             with as_written(y):
-                kept = [
-                    Kept.of(t, call.buffer, call.backend) if coded else None
-                    for t, coded in zip(tensors, call.coded, strict=True)
-                ]
-            parts = [(t,) if own is None else own.tensors for t, own in zip(tensors, kept, strict=True)]
+                parts = [(t,) if kept is None else kept.save(t) for t, kept in zip(tensors, ctx.kept, strict=True)]
             ctx.save_for_backward(*(t for part in parts for t in part))
             ctx.counts = [len(part) for part in parts]
-        ctx.call, ctx.kept = call, [own and own.without_tensors() for own in kept]
+        ctx.call = call
         ctx.autocast = torch.is_autocast_enabled(y.device.type), torch.get_autocast_dtype(y.device.type)
-        return torch.ops.aten._unsafe_view(y, y.shape)  # no view: whoever gets it may change it in place
+        return unviewed(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         saved, tensors, needs = iter(ctx.saved_tensors), [], ctx.needs_input_grad[1:]
         with as_written(g):
-            for i, (own, count, need) in enumerate(zip(ctx.kept, ctx.counts, needs, strict=True)):
+            for i, (kept, count, need) in enumerate(zip(ctx.kept, ctx.counts, needs, strict=True)):
                 part = tuple(islice(saved, count))
-                t = part[0] if own is None else own.values(part)
+                t = part[0] if kept is None else kept.values(part)
                 tensors.append(t.detach().requires_grad_(need) if i < ctx.call.count else t)
         enabled, low = ctx.autocast
         with torch.enable_grad(), torch.autocast(g.device.type, low, enabled=enabled), _drawing(ctx.random, g.device):

@@ -21,16 +21,16 @@ class Aside:
         other = ...             # meanwhile
         aside.join()            # what is launched from here on sees `ready`
 
-    Without a second stream, calls just follow each other: where t is on no CUDA device, and where the compiler is watching,
-    which would have to leave its graph.
+    Without a second stream, calls just follow each other: where t is on no CUDA device or None, and where the compiler is
+    watching, which would have to leave its graph.
 
     Tensors that are made aside are as safe as others. Their memory belongs to the second stream, which is used here alone and
     always after all that the current stream was given before: whatever reads them there is done when it is given out again.
     """
 
-    def __init__(self, t: Tensor) -> None:
+    def __init__(self, t: Tensor | None) -> None:
         self.second = None
-        if t.is_cuda and not torch.compiler.is_compiling():
+        if t is not None and t.is_cuda and not torch.compiler.is_compiling():
             self.current = torch.cuda.current_stream(t.device)
             self.second = _second(self.current)
 

@@ -112,7 +112,8 @@ def _check_paths(tree: Node, built: Mapping[str, Any], problems: Problems) -> No
 
 
 def build_block(node: Node, registry: Registry[Any], problems: Problems) -> Params | None:
-    """The parameters of one block, or None with the reasons in `problems`."""
+    """The parameters of one block, or None with the reasons in `problems`. Equal ones are one object: steps look things up by
+    them, and comparing them takes as long as a launch."""
     if not problems.expect(node, dict):
         return None
     kind = node.value.get("kind")
@@ -122,7 +123,11 @@ def build_block(node: Node, registry: Registry[Any], problems: Problems) -> Para
     if not _known_kind(kind, registry, problems):
         return None
     params = replace(node, value={key: child for key, child in node.value.items() if key != "kind"})
-    return validate(registry[kind.value], params, problems, f"{registry.kind} {kind.value!r}")
+    found = validate(registry[kind.value], params, problems, f"{registry.kind} {kind.value!r}")
+    return None if found is None else _built.setdefault(found, found)
+
+
+_built: dict[Params, Params] = {}
 
 
 def validate(model: type[M], node: Node, problems: Problems, what: str) -> M | None:

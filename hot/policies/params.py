@@ -39,6 +39,18 @@ class Params(BaseModel):
         """A validated copy with some fields changed; nothing that was cached of the old fields goes with it."""
         return type(self).model_validate({**{n: getattr(self, n) for n in type(self).model_fields}, **(update or {})})
 
+    def __hash__(self) -> int:
+        """That of its fields, worked out once: steps look things up by their parameters."""
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            found = self.__dict__["_hash"] = hash((type(self), *(getattr(self, n) for n in type(self).model_fields)))
+        return found
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Without the hash: that of a string is another one in each process."""
+        state = super().__getstate__()
+        return {**state, "__dict__": {name: value for name, value in state["__dict__"].items() if name != "_hash"}}
+
     def __str__(self) -> str:
         """The kind and what differs from its defaults: ``int(bits=4, granularity='row')``."""
         shown = []
