@@ -551,6 +551,35 @@ def test_exact_products_from_compressed_inputs() -> None:
         assert saved_bytes(layer, lambda layer=layer, twin=twin: layer(twin)).total <= 1.2 * x.numel() + 64
 
 
+@pytest.mark.parametrize("rounding", ["hashed", "nearest"])
+def test_hashed_codes_are_unbiased(rounding: str) -> None:
+    """Where gradients are linear in a kept input, their mean over many equal inputs is exact's, within 4 deviations."""
+    keeps = {
+        "kind": "quantized",
+        "quantizer": {"kind": "int", "bits": 4, "granularity": "block", "block": 64, "rounding": rounding},
+    }
+    step, value = 1 / 7, 0.3
+    x = torch.full((4096, 64), value)
+    x[:, ::64] = 1.0  # the largest of each block, which all others are scaled by
+    others = 4096 * 63
+    # a coefficient is one of its two neighbours: by the chance that makes its mean the value
+    low = value // step
+    chance = value / step - low
+    deviation = step * (chance * (1 - chance)) ** 0.5 / others**0.5
+
+    gate = Op(lambda x, w: x * (w + 0), (4096, 64))
+    hot.convert(gate, policy(mul=keeps))
+    y = gate(x)
+    (of_weight,) = torch.autograd.grad(y, list(gate.parameters()), torch.ones_like(y))
+    layer = nn.Conv2d(64, 1, 1, bias=False)
+    hot.convert(layer, hot.Policy(extends="exact", rules=[{"match": "**", "buffer": keeps}]))
+    y = layer(x.view(1, 64, 64, 64).permute(0, 3, 1, 2))
+    (of_layer,) = torch.autograd.grad(y, [layer.weight], torch.ones_like(y))
+    for found in (of_weight.sum() - of_weight[:, 0].sum(), of_layer.sum() - of_layer[0, 0].sum()):
+        off = abs(found.item() / others - value)
+        assert off < 4 * deviation if rounding == "hashed" else off > 0.2 * step * min(chance, 1 - chance)
+
+
 def test_recompute_is_refused_where_it_means_nothing() -> None:
     with pytest.raises(hot.PolicyError, match="activations: gelu: recompute is for the buffer of a layer"):
         hot.convert(nn.GELU(), policy(gelu={**INT8, "recompute": True}))

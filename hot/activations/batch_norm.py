@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from hot.backends import get_ops
 from hot.executor import as_written
-from hot.kept import Kept, channels_of
-from hot.policies.buffers import Quantized
+from hot.kept import Kept
 from hot.recipes import remember
 
 
@@ -25,12 +24,10 @@ def batch_norm(
     bias: Tensor | None,
     momentum: float,
     eps: float,
-    buffer: Quantized,
-    backend: str,
+    kept: Kept,
 ) -> Tensor:
-    """F.batch_norm in training, of an x that has a layout by channels. A ReLU behind it, and a convolution behind that, are
-    told how their inputs are made again."""
-    kept = Kept.of(x, buffer, backend, channels_of(x.shape, x.stride()))
+    """F.batch_norm in training, of an x that is kept by channels. A ReLU behind it, and a convolution behind that, are told
+    how their inputs are made again."""
     made: list[Tensor] = []
     y: Tensor = BatchNorm.apply(x, weight, bias, (running_mean, running_var, momentum, eps), kept, made)
     own = tuple(t for t in (weight, bias) if t is not None)

@@ -209,8 +209,8 @@ def _is_watched(*args: Any) -> bool:
     """Whether a call must go through torch's dispatcher, which takes as long as the launch of a kernel: because it is traced or
     differentiated, a mode intercepts it, or its first argument is no plain tensor."""
     return (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or not args
         or type(args[0]) not in _PLAIN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hot.policies.buffers import Buffer, Quantized, Raw
@@ -19,7 +20,7 @@ class _Path:
     def quantizers(self) -> tuple[Quantizer, Quantizer]:
         raise NotImplementedError
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         """Whether the path computes what torch computes (grad_weight: from an exact input)."""
         return self.transform.is_identity and all(quantizer.is_identity for quantizer in self.quantizers)
@@ -75,9 +76,12 @@ class LayerPlan:
         for path in (self.grad_input, self.grad_weight):
             parts += [path.transform, *path.quantizers]
         for part in parts:
-            _ = part.spec  # worked out here once: steps, and graphs under torch.compile, read constants
+            _ = (
+                part.spec
+            )  # worked out here once, as what is exact: steps, and graphs under torch.compile, read constants
+        _ = self.is_exact
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         """Whether the layer is left as torch has it."""
         keeps_input = isinstance(self.buffer, Raw) and not self.buffer.recompute

@@ -229,7 +229,7 @@ class _Quantization:
         codes = torch.empty(shape, dtype=dtype, device=x.device)
         scale = torch.empty(self.scales, dtype=torch.float32, device=x.device)
         random = torch.rand(x.shape, dtype=torch.float32, device=x.device) if self.noisy else scale
-        bytes = codes.view(torch.uint8)
+        bytes = codes if self.packed else codes.view(torch.uint8)
 
         def run(settings: Config) -> None:
             *first, last = self.launches(settings)
@@ -263,12 +263,19 @@ def _supports_packed(
     x: Tensor, format: str, granularity: str, group: int, rounding: str, clip: Sequence[float]
 ) -> bool:
     """Whole groups in registers, pairs of neighbours in one of them."""
-    if granularity not in ("row", "block") or not format.startswith("int") or "." in format or not x.numel():
+    return not clip and _packs(x.shape, x.stride(), x.dtype, format, granularity, group)
+
+
+@lru_cache(maxsize=4096)
+def _packs(
+    shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype, format: str, granularity: str, group: int
+) -> bool:
+    (rows, k), whole = shape, granularity == "row"
+    if not (whole or granularity == "block") or not format.startswith("int") or "." in format or bits_of(format) > 4:
         return False
-    span = min(group, x.shape[1]) if granularity == "block" else x.shape[1]
-    pairs = granularity == "row" or group % 2 == 0
-    fits = power_of_2(span) <= LARGEST_TILE and not _innermost(x.shape[0], x.stride()) and bits_of(format) <= 4
-    return fits and pairs and _supports(x, format, granularity, group, rounding, clip)
+    if dtype not in FLOATS or not rows * k or _innermost(rows, strides):
+        return False
+    return power_of_2(k if whole else min(group, k)) <= LARGEST_TILE and (whole or group % 2 == 0)
 
 
 @register_kernel("quantize_pack4", backend="triton", supports=_supports_packed)
