@@ -17,13 +17,15 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def rows(summary: Path) -> list[dict[str, object]]:
-    """The rows of one summary; its date is that of the file, its peak the allocator's (CUDA) or the process's growth (CPU)."""
+def rows(summary: Path, side_by_side: bool = False) -> list[dict[str, object]]:
+    """The rows of one summary; its date is that of the file, its peak the allocator's (CUDA) or the process's growth (CPU).
+    side_by_side: runs shared the device, so their times mean nothing and are left empty."""
     content = json.loads(summary.read_text())
     date = datetime.date.fromtimestamp(summary.stat().st_mtime).isoformat()
     found = []
     for run in content["runs"]:
-        times = [round(run["step_ms"][part], 2) for part in ("forward", "backward", "total")]
+        parts = "forward", "backward", "total"
+        times = ["" if side_by_side else round(run["step_ms"][part], 2) for part in parts]
         saved, peak = run["saved_bytes"], run["peak_bytes"]
         values = [
             date, run["device"], run["threads"], run["torch"], content["experiment"]["name"], run["policy"], run["seed"],
@@ -38,11 +40,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("summaries", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, required=True, help="the CSV file, written anew")
+    parser.add_argument("--side-by-side", action="store_true", help="the runs shared a device: keep no times")
     args = parser.parse_args()
     with args.output.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(row for summary in args.summaries for row in rows(summary))
+        writer.writerows(row for summary in args.summaries for row in rows(summary, args.side_by_side))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ EXPERIMENTS = {
     "quickstart": "5,000 MNIST digits, ViT",
     "fashion-vit": "Fashion-MNIST, ViT, one epoch",
     "fashion-resnet18": "Fashion-MNIST, ResNet-18, one epoch",
+    "wordnet-minilm": "WordNet glosses, MiniLM fine-tuned, one epoch",
 }
 
 
@@ -38,6 +39,8 @@ def accuracy_table() -> str:
         "| --- " * 8 + "|",
     ]
     for name, title in EXPERIMENTS.items():
+        if not exists(name):
+            continue
         rows = read(name)
         exact = [row for row in rows if row["policy"] == "exact"]
         for policy in dict.fromkeys(row["policy"] for row in rows if row["policy"] != "exact"):
@@ -48,13 +51,14 @@ def accuracy_table() -> str:
 
             accuracy = [100 * value for value in figures("accuracy")]
             layers, saved = ([value / 2**20 for value in figures(c)] for c in ("saved_bytes_in_layers", "saved_bytes"))
-            step = [median(float(row["step_ms"]) for row in of) for of in (exact, runs)]
+            alone = all(row["step_ms"] for row in (*exact, *runs))  # else they shared a device
+            step = [median(float(row["step_ms"]) for row in of) for of in (exact, runs)] if alone else []
             threads = f"{runs[0]['threads']} thread{'s' if runs[0]['threads'] != '1' else ''}"
             device = f"CPU, {threads}" if runs[0]["device"] == "cpu" else runs[0]["device"]
             lines.append(
                 f"| {title} | `{policy}` | {device} | {len(runs)} | {accuracy[0]:.1f} % → {accuracy[1]:.1f} % | "
                 f"{layers[0]:.1f} → {layers[1]:.1f} MiB | {saved[0]:.1f} → {saved[1]:.1f} MiB | "
-                f"{step[0]:.0f} → {step[1]:.0f} ms |"
+                f"{' → '.join(f'{ms:.0f}' for ms in step) + ' ms' if alone else '–'} |"
             )
     return "\n".join(lines)
 
@@ -279,6 +283,25 @@ def memory_table() -> str:
     return "\n".join(lines)
 
 
+def errors_table() -> str:
+    """Errors of every op's gradients on real activations: the median over its calls, and the largest, by experiment."""
+    rows = read("op_errors")
+    names = list(dict.fromkeys(row["experiment"] for row in rows))
+    titles = (EXPERIMENTS[name].removesuffix(", one epoch") for name in names)
+    lines = [f"| op under `{rows[0]['policy']}`, {machine(rows)} | gradient of | {' | '.join(titles)} |"]
+    lines.append("| --- " * (2 + len(names)) + "|")
+    found = {(row["op"], row["gradient"], row["experiment"]): row for row in rows}
+    for op, gradient in dict.fromkeys((row["op"], row["gradient"]) for row in rows):
+        cells = []
+        for name in names:
+            row = found.get((op, gradient, name))
+            exact = row is not None and float(row["largest"]) < 1e-6
+            both = row and f"{100 * float(row['median']):.1f} %, {100 * float(row['largest']):.1f} %"
+            cells.append("exact" if exact else both or "")
+        lines.append(f"| `{op}` | {gradient} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def exists(name: str) -> bool:
     """Whether there is a results file of that name."""
     return (RESULTS / f"{name}.csv").exists()
@@ -289,6 +312,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "agreement-table": (agreement_table, ("agreement_h200",)),
     "backward-table": (backward_table, ("layers_cpu",)),
     "compiled-table": (compiled_table, ("compiled_h200",)),
+    "errors-table": (errors_table, ("op_errors",)),
     "kernels-table": (kernels_table, ("kernels_h200",)),
     "layers-table": (layers_table, ("layers_llm_h200", "layers_vit_h200")),
     "latency-table": (latency_table, ("layers_latency_h200",)),

@@ -13,13 +13,11 @@ A checkpointed block is one op of the latter, which writes all that it saves whe
 from __future__ import annotations
 
 import math
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import count
 from typing import Any
 
 import torch
@@ -30,10 +28,11 @@ from torch.utils._pytree import tree_leaves
 
 from hot.bench.steps import Variant
 from hot.bench.workloads import Workload
+from hot.books import Books
 from hot.convert import view_of
 from hot.crossover import Point, judge
 from hot.executor import keep
-from hot.kept import Kept, can_keep, channels_of, rows_of
+from hot.kept import can_keep, channels_of
 from hot.policies.activations import ActivationPlan
 from hot.policies.buffers import Quantized
 from hot.policies.layers import layers_of, scopes_of
@@ -115,13 +114,6 @@ def _statistics(op: str, x: Tensor, args: tuple[Any, ...]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _code_bytes(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, buffer: Quantized, k: int) -> int:
-    t = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    kept = Kept.of(t, buffer, "reference", rows_of(shape, k) if k else None)
-    return sum(each.numel() * each.element_size() for each in kept.save(t))
-
-
-@lru_cache(maxsize=1024)
 def _kept_bytes(shape: torch.Size, dtype: torch.dtype, product: torch.dtype, plan: LayerPlan, view: View) -> int:
     kept = keep(torch.empty(shape, dtype=dtype, device="meta"), product, plan, view)
     return sum(t.numel() * t.element_size() for t in kept)
@@ -137,20 +129,9 @@ class _Ledger(TorchFunctionMode):
         found = {} if variant.policy is None else resolve_activations(variant.policy, model)
         self.scopes = {scope.module: found[scope.name] for scope in scopes_of(model) if scope.name in found}
         self.names = {module: name for name, module in model.named_modules()}
-        self.path, self.active = [""], list[ActivationPlan]()
-        self.parameters = {id(p) for p in model.parameters()}
-        self.result, self.events, self.peak = Estimate(), list[_Event](), 0
-        self.booked: dict[Any, int] = {}  # saved bytes by what they are of
-        self.by_layers = set[Any]()  # what of that linear and conv layers keep
-        self.keys, self.numbers = dict[int, int](), count()
-        self.live: Counter[int] = Counter()  # tensors of a storage
-        self.sizes: dict[int, int] = {}
-        self.makeable: dict[Any, dict[Any, int]] = {}  # what is kept that a source can be made again of, and its bytes
-        self.tracked: set[int] = set()  # and those that autograd follows
-        self.recomputes = 0  # checkpointed blocks that are running
-        self.inside, self.before = dict[Any, int](), 0  # saved by the running block in backward; saved before it
+        self.books, self.active = Books(model.parameters()), list[ActivationPlan]()
+        self.result, self.events, self.peak, self.before = Estimate(), list[_Event](), 0, 0
         self.casts: list[tuple[Tensor, Tensor]] = []  # of parameters
-        self.origins: dict[int, tuple[int, int, int]] = {}  # of other tensors: what the storage of a cast is of
 
     @contextmanager
     def watching(self, model: nn.Module, blocks: list[nn.Module]) -> Iterator[None]:
@@ -168,34 +149,34 @@ class _Ledger(TorchFunctionMode):
                 handle.remove()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.path.append(self.names[module])
+        self.books.path.append(self.names[module])
         if module in self.scopes:
             self.active.append(self.scopes[module])
         if module in self.blocks:
-            self.recomputes += 1
-            self.inside, self.before, self.first = {}, sum(self.booked.values()), len(self.events)
+            self.books.recomputes += 1
+            self.books.inside, self.before, self.first = {}, sum(self.books.booked.values()), len(self.events)
             for x in [*args, *kwargs.values()]:
                 if isinstance(x, Tensor) and x.is_floating_point():
-                    self.book("checkpoint", x, force=True)
+                    self.books.book("checkpoint", x, force=True)
         plan = self.scopes.get(module)
         if plan is not None and plan.whole is not None:
             given = [x for x in tree_leaves((args, kwargs)) if can_keep(x)]
-            if any(map(self._requires_grad, [*given, *module.parameters()])):
+            if any(map(self.books.requires_grad, [*given, *module.parameters()])):
                 for x in given:
-                    self.codes("module", x, plan.whole)
-            self.recomputes += 1
+                    self.books.codes("module", x, plan.whole)
+            self.books.recomputes += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.path.pop()
+        self.books.path.pop()
         plan = self.scopes.get(module)
         if plan is not None:
             self.active.pop()
-            self.recomputes -= plan.whole is not None
+            self.books.recomputes -= plan.whole is not None
         if module in self.blocks:
-            self.recomputes -= 1
-            inputs = sum(self.booked.values()) - self.before
+            self.books.recomputes -= 1
+            inputs = sum(self.books.booked.values()) - self.before
             most = max((event.moved for event in self.events[self.first :]), default=0)
-            self.events.append(_Event(inputs, sum(self.inside.values()) + most, 0))
+            self.events.append(_Event(inputs, sum(self.books.inside.values()) + most, 0))
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -208,111 +189,45 @@ class _Ledger(TorchFunctionMode):
         if function is Tensor.__bool__:  # models ask of values whether the plain case is given, and there are none here
             return True
         tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        parts = self._made_of(tensors[0]) if tensors else {}
+        parts = self.books.made_of(tensors[0]) if tensors else {}
         y = function(*args, **kwargs)
         if function is F.scaled_dot_product_attention:  # CUDA's kernels write heads beside each other
             y = y.transpose(1, 2).contiguous().transpose(1, 2)
-        if (
-            function is F.conv2d and args[0].dim() == 4 and channels_of(args[0].shape, args[0].stride())
-        ):  # as its input does, and meta's may not
-            y = y.contiguous(memory_format=torch.channels_last)
+        if function is F.conv2d and args[0].dim() == 4 and channels_of(args[0].shape, args[0].stride()):
+            y = y.contiguous(memory_format=torch.channels_last)  # as its input lies, and meta's may not
         results = [
             t for t in (y if isinstance(y, (tuple, list)) else [y]) if isinstance(t, Tensor) and type(t) is Tensor
         ]
         for t in results:
-            self._see(t)
-        before = sum(self.booked.values())
-        differentiates = any(map(self._requires_grad, tensors))
+            self.books.see(t)
+        before = sum(self.books.booked.values())
+        differentiates = any(map(self.books.requires_grad, tensors))
         if differentiates:
-            self.tracked.update(map(self._key, results))
+            self.books.tracked.update(map(self.books.key, results))
         if differentiates and results and results[0].is_floating_point():
             inside = self._account(function, args, kwargs, tensors, results[0], parts)
-            moved = [t for t in (*tensors, results[0]) if t.is_floating_point() and id(t) not in self.parameters]
-            new = {self._key(t): t.untyped_storage().nbytes() for t in moved}
-            weights = sum(t.numel() * 4 for t in tensors if id(t) in self.parameters and t.requires_grad)
-            views = self._key(results[0]) in map(self._key, tensors)
-            saved = sum(self.booked.values()) - before
+            moved = [t for t in (*tensors, results[0]) if t.is_floating_point() and id(t) not in self.books.parameters]
+            new = {self.books.key(t): t.untyped_storage().nbytes() for t in moved}
+            weights = sum(t.numel() * 4 for t in tensors if id(t) in self.books.parameters and t.requires_grad)
+            views = self.books.key(results[0]) in map(self.books.key, tensors)
+            saved = sum(self.books.booked.values()) - before
             self.events.append(_Event(saved, 0 if views else sum(new.values()) + inside, weights))
-        self.peak = max(self.peak, self._now())
+        self.peak = max(self.peak, self.books.now())
         return y
 
     def _cast(self, t: Any, dtype: torch.dtype) -> Any:
         if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype == dtype:
             return t
         cast = t.to(dtype)
-        if id(t) in self.parameters:  # made once for a step, and held by autocast
-            self.parameters.add(id(cast.requires_grad_(t.requires_grad)))
+        if id(t) in self.books.parameters:  # made once for a step, and held by autocast
+            self.books.parameters.add(id(cast.requires_grad_(t.requires_grad)))
             self.casts.append((cast, t))
         else:
-            self._see(cast)
-            self.origins[self._key(cast)] = self._source(t)
-            if self._requires_grad(t):
-                self.tracked.add(self._key(cast))
+            self.books.see(cast)
+            self.books.origins[self.books.key(cast)] = self.books.source(t)
+            if self.books.requires_grad(t):
+                self.books.tracked.add(self.books.key(cast))
         return cast
-
-    def _see(self, t: Tensor) -> None:
-        """A tensor that is in use until its object goes."""
-        key = self._key(t)
-        self.sizes[key] = t.untyped_storage().nbytes()
-        self.live[key] += 1
-        weakref.finalize(t, self._forget, key, t.untyped_storage()._cdata)
-
-    def _forget(self, key: int, address: int) -> None:
-        self.live[key] -= 1
-        if self.live[key] <= 0:
-            del self.live[key]
-            self.tracked.discard(key)
-            if self.keys.get(address) == key:
-                del self.keys[address]  # which may be another's from now on
-
-    def _requires_grad(self, t: Tensor) -> bool:
-        """Whether autograd would follow t: a parameter that is trained, or what is made of one."""
-        return t.requires_grad if id(t) in self.parameters else self._key(t) in self.tracked
-
-    def _key(self, t: Tensor) -> int:
-        """A number of a tensor's storage, which no other gets."""
-        address = t.untyped_storage()._cdata
-        if address not in self.keys:
-            self.keys[address] = next(self.numbers)
-        return self.keys[address]
-
-    def _source(self, t: Tensor) -> tuple[int, int, int]:
-        """What a plan keeps t by: storage, offset and version of what autocast cast it from, which is what the plan sees."""
-        key = self._key(t)
-        return self.origins.get(key, (key, int(t.storage_offset()), t._version))
-
-    def _made_of(self, t: Tensor) -> dict[Any, int]:
-        """What is kept that the values can be made again of, and its bytes; of most there is nothing."""
-        return self.makeable.get(self._source(t), {})
-
-    def _now(self) -> int:
-        """Bytes at this moment: saved, and in use beside that."""
-        saved = {key[1] for key in self.booked if key[0] == "tensor"}
-        return sum(self.booked.values()) + sum(self.sizes[key] for key in self.live if key not in saved)
-
-    def book(self, op: str, t: Tensor, in_layer: bool = False, force: bool = False) -> None:
-        """A tensor that is saved as it is, once."""
-        self._add(op, ("tensor", self._key(t)), t.untyped_storage().nbytes(), in_layer, force)
-
-    def codes(self, op: str, t: Tensor, buffer: Quantized, k: int = 0, in_layer: bool = False) -> dict[Any, int]:
-        """Book codes of a tensor, once for all that keep the same of it; k: length of their rows, 0: as `layout_of` has it."""
-        key = "codes", self._source(t), t.shape, buffer
-        size = _code_bytes(t.shape, t.stride(), t.dtype, buffer, k)
-        self._add(op, key, size, in_layer)
-        return {key: size}
-
-    def _add(self, op: str, key: tuple[Any, ...], size: int, in_layer: bool = False, force: bool = False) -> None:
-        if self.recomputes and not force:
-            self.inside[key] = size
-            return
-        if in_layer and key not in self.by_layers:  # whoever else keeps it
-            self.by_layers.add(key)
-            self.result.saved_in_layers += size
-        if key in self.booked:
-            return
-        self.booked[key] = size
-        at = self.path[-1], op
-        self.result.by_op[at] = self.result.by_op.get(at, 0) + size
 
     def _account(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], y: Tensor, parts: Any) -> int:
         """Book what the op saves. parts: what its input could be made of before the call.
@@ -323,66 +238,66 @@ class _Ledger(TorchFunctionMode):
         op = getattr(function, "__name__", "")
         buffer = buffers.get(op)
         x = tensors[0]
-        made = self._key(y)
+        made = self.books.key(y)
         if function in (F.linear, F.conv2d):
             self._layer(op, function, args, y)
         elif function is F.scaled_dot_product_attention:
             for t in tensors[:3]:
-                self.codes(op, t, buffer) if isinstance(buffer, Quantized) else self.book(op, t)
+                self.books.codes(op, t, buffer) if isinstance(buffer, Quantized) else self.books.book(op, t)
             if buffer is None:
-                self.book(op, y)
-                self._add(op, ("lse", made), y.numel() // y.shape[-1] * 4)
+                self.books.book(op, y)
+                self.books.add(op, ("lse", made), y.numel() // y.shape[-1] * 4)
         elif op in ("layer_norm", "rms_norm", "group_norm", "batch_norm"):
             if isinstance(buffer, Quantized):
                 if op != "batch_norm":
-                    self.codes(op, x, buffer, 0 if op == "group_norm" else math.prod(args[1]))
+                    self.books.codes(op, x, buffer, 0 if op == "group_norm" else math.prod(args[1]))
                 elif channels_of(x.shape, x.stride()):
-                    self._add(op, ("statistics", made), 8 * x.shape[1])
+                    self.books.add(op, ("statistics", made), 8 * x.shape[1])
                     # Whoever makes the result again reads the statistics, too.
-                    codes = self.codes(op, x, buffer, x.shape[1])
-                    self.makeable[self._source(y)] = {**codes, ("statistics", made): 8 * x.shape[1]}
+                    codes = self.books.codes(op, x, buffer, x.shape[1])
+                    self.books.makeable[self.books.source(y)] = {**codes, ("statistics", made): 8 * x.shape[1]}
                 else:
-                    self.codes(op, x, buffer)
+                    self.books.codes(op, x, buffer)
             else:
-                self.book(op, x)
-                self._add(op, ("statistics", made), 8 * _statistics(op, x, args))
+                self.books.book(op, x)
+                self.books.add(op, ("statistics", made), 8 * _statistics(op, x, args))
         elif op in ("gelu", "silu") and isinstance(buffer, Quantized):
-            self.makeable[self._source(y)] = self.codes(op, x, buffer)
+            self.books.makeable[self.books.source(y)] = self.books.codes(op, x, buffer)
         elif op in ("mul", "multiply") and len(tensors) == 2:
             self._product(op, tensors, buffer, y)
         elif op in ("relu", "relu_"):
             if buffer is None:
-                self.book(op, y)
+                self.books.book(op, y)
             else:
-                self._add(op, ("bits", made), y.numel() // 8)
+                self.books.add(op, ("bits", made), y.numel() // 8)
                 if parts:
-                    self.makeable[self._source(y)] = parts
+                    self.books.makeable[self.books.source(y)] = parts
         elif op == "dropout" and (args[1] if len(args) > 1 else kwargs.get("p", 0.5)) > 0:
-            self._add(op, ("mask", made), y.numel() // (1 if buffer is None else 8))
+            self.books.add(op, ("mask", made), y.numel() // (1 if buffer is None else 8))
         elif op == "max_pool2d":
             if buffer is None:
-                self.book(op, x)
-            self._add(op, ("places", made), y.numel() * (8 if buffer is None else 1))
+                self.books.book(op, x)
+            self.books.add(op, ("places", made), y.numel() * (8 if buffer is None else 1))
         elif op == "cross_entropy":
             if isinstance(buffer, Quantized):
-                self.codes(op, x, buffer, x.shape[-1])
+                self.books.codes(op, x, buffer, x.shape[-1])
             else:
-                self._add(op, ("chances", made), x.numel() * x.element_size())
+                self.books.add(op, ("chances", made), x.numel() * x.element_size())
                 return x.numel() * x.element_size()  # that of log_softmax
         elif function in OUTPUT or function in UNARY:
-            self.book(op, y if function in OUTPUT else x)
+            self.books.book(op, y if function in OUTPUT else x)
         return 0
 
     def _product(self, op: str, tensors: list[Tensor], buffer: Any, y: Tensor) -> None:
         a, b = tensors
-        both = a.shape == b.shape and all(map(self._requires_grad, tensors))
+        both = a.shape == b.shape and all(map(self.books.requires_grad, tensors))
         if both and isinstance(buffer, Quantized):
-            of_a, of_b = (self._made_of(t) or self.codes(op, t, buffer) for t in tensors)
-            self.makeable[self._source(y)] = of_a | of_b
+            of_a, of_b = (self.books.made_of(t) or self.books.codes(op, t, buffer) for t in tensors)
+            self.books.makeable[self.books.source(y)] = of_a | of_b
             return
         for t, other in ((a, b), (b, a)):
-            if id(t) not in self.parameters and self._requires_grad(other):
-                self.book(op, t)
+            if id(t) not in self.books.parameters and self.books.requires_grad(other):
+                self.books.book(op, t)
 
     def _layer(self, op: str, function: Any, args: Any, y: Tensor) -> None:
         x, weight = args[0], args[1]
@@ -395,21 +310,23 @@ class _Ledger(TorchFunctionMode):
         if not isinstance(plan, LayerPlan) or layer is None:
             both = function is F.conv2d  # which keeps both operands whoever is differentiated
             if both or origin.requires_grad:
-                self.book(op, x, in_layer=True)
-            if origin is not weight and (both or self._requires_grad(x)):
-                self._add(op, ("weight", id(origin)), weight.numel() * weight.element_size(), in_layer=True)
+                self.books.book(op, x, in_layer=True)
+            if origin is not weight and (both or self.books.requires_grad(x)):
+                self.books.add(op, ("weight", id(origin)), weight.numel() * weight.element_size(), in_layer=True)
             return
         if not origin.requires_grad:
             return
-        if plan.buffer.recompute and (parts := self._made_of(x)):
+        if plan.buffer.recompute and (parts := self.books.made_of(x)):
             for key, size in parts.items():
-                self._add(op, key, size, in_layer=True)
+                self.books.add(op, key, size, in_layer=True)
             return
         if plan.grad_weight.is_exact and isinstance(plan.buffer, Quantized):
-            self.codes(op, x, plan.buffer, in_layer=True)
+            self.books.codes(op, x, plan.buffer, in_layer=True)
             return
         size = _kept_bytes(x.shape, x.dtype, y.dtype, plan, view_of(layer.module))
-        self._add(op, ("kept", self._source(x), x.shape, view_of(layer.module), plan.text), size, in_layer=True)
+        self.books.add(
+            op, ("kept", self.books.source(x), x.shape, view_of(layer.module), plan.text), size, in_layer=True
+        )
 
     def _operations(self, x: Tensor, weight: Tensor, y: Tensor, plan: LayerPlan | None, trained: bool) -> None:
         """Bit operations of the three products: multiply-adds times the bits of both operands."""
@@ -432,18 +349,19 @@ class _Ledger(TorchFunctionMode):
         bops["grad_input"] = macs * pairs[0][0] * pairs[0][1]
         bops["grad_weight"] = int(macs * share * pairs[1][0] * pairs[1][1]) if trained else 0
         self.result.bops.update(bops)
-        self.result.bops_by_layer.setdefault(self.path[-1], Counter()).update(bops)
+        self.result.bops_by_layer.setdefault(self.books.path[-1], Counter()).update(bops)
 
     def close(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Estimate:
         """The totals."""
         result = self.result
-        booked = {key[1] for key in self.booked if key[0] == "tensor"}
-        given = {self._key(t): t.untyped_storage().nbytes() for t in inputs}
+        booked = {key[1] for key in self.books.booked if key[0] == "tensor"}
+        given = {self.books.key(t): t.untyped_storage().nbytes() for t in inputs}
         result.inputs = sum(size for key, size in given.items() if key not in booked)
         result.weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
         result.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         result.moments = 2 * result.gradients
-        result.saved = held = sum(self.booked.values())
+        result.saved = held = sum(self.books.booked.values())
+        result.saved_in_layers, result.by_op = self.books.saved_in_layers, self.books.by_op
         gradients, backward = 0, result.gradients
         for event in reversed(self.events):
             backward = max(backward, held + gradients + event.moved)
