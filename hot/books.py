@@ -53,6 +53,7 @@ class Books:
         weakref.finalize(t, self.forget, key, t.untyped_storage()._cdata)
 
     def forget(self, key: int, address: int) -> None:
+        """One of a storage's tensors is gone; with the last one goes its number."""
         self.live[key] -= 1
         if self.live[key] <= 0:
             del self.live[key]
@@ -97,6 +98,7 @@ class Books:
         return {key: size}
 
     def add(self, op: str, key: tuple[Any, ...], size: int, in_layer: bool = False, force: bool = False) -> None:
+        """Book bytes under a key, once; those of what runs again in backward are its own, unless forced."""
         if self.recomputes and not force:
             self.inside[key] = size
             return
