@@ -30,6 +30,8 @@ def fits_budget(workload: Workload, variant: Variant, budget: int, device: torch
     """
     if device.type != "cuda":
         raise HotError("--budget needs a GPU: a process's memory on a CPU can't be limited so")
+    if device.index is None:  # for calls that ask which one
+        device = torch.device(device.type, torch.cuda.current_device())
     total = torch.cuda.get_device_properties(device).total_memory
     if budget > total:
         raise HotError(f"--budget {budget / 2**30:.1f}GiB is more than the {total / 2**30:.1f} GiB of this GPU")

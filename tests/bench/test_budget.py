@@ -52,8 +52,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr("hot.bench.budget.Training", Fake)
     monkeypatch.setattr("hot.bench.budget.free", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fractions[-1])
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda value, device: fractions.append(value))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def limits(device: torch.device) -> list[float]:
+        if device.index is None:
+            raise ValueError("Expected a torch.device with a specified index")  # as torch's own do
+        return fractions
+
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: limits(device)[-1])
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda value, device: limits(device).append(value)
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr("hot.bench.steps.free", lambda device: None)
     return fractions
