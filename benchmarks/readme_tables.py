@@ -266,18 +266,17 @@ def memory_table() -> str:
         of = [row for row in rows if row["workload"] == name]
         bf16 = next(float(row["peak_allocated"]) for row in of if row["variant"] == "bf16")
         for row in of:
-            peak = float(row["peak_allocated"])
+            peak, estimated = float(row["peak_allocated"] or 0), float(row["estimated_peak"])  # 0: out of memory
+            variant = row["variant"]
             cells = [
                 f"{WORKLOADS[name]}, batch {row['batch']}",
-                row["variant"]
-                if row["variant"] in ("fp32", "tf32") or row["variant"].startswith("bf16")
-                else f"`{row['variant']}`",
+                variant if variant in ("fp32", "tf32") or variant.startswith("bf16") else f"`{variant}`",
                 figure(row, "saved", "{:.2f} GiB", 2**-30),
-                f"{peak / 2**30:.2f} GiB",
-                f"{100 * peak / bf16:.0f} %",
+                f"{peak / 2**30:.2f} GiB" if peak else row["reason"].partition(" at ")[0],
+                f"{100 * peak / bf16:.0f} %" if peak else "",
                 figure(row, "peak_reserved", "{:.2f} GiB", 2**-30),
                 figure(row, "p50_ms", "{:.0f} ms"),
-                f"{float(row['estimated_peak']) / 2**30:.2f} GiB, {100 * float(row['estimated_peak']) / peak - 100:+.0f} %",
+                f"{estimated / 2**30:.2f} GiB" + (f", {100 * estimated / peak - 100:+.0f} %" if peak else ""),
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

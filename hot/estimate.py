@@ -113,6 +113,11 @@ def _statistics(op: str, x: Tensor, args: tuple[Any, ...]) -> int:
     return x.shape[0] * int(args[1]) if op == "group_norm" else x.numel() // math.prod(args[1])
 
 
+def _has_no_kernel(query: Tensor, key: Tensor) -> bool:
+    """Whether torch has no fused kernel for this attention: none for heads that share keys, in float32."""
+    return query.dtype == torch.float32 and query.shape[1] != key.shape[1]
+
+
 @lru_cache(maxsize=1024)
 def _kept_bytes(shape: torch.Size, dtype: torch.dtype, product: torch.dtype, plan: LayerPlan, view: View) -> int:
     kept = keep(torch.empty(shape, dtype=dtype, device="meta"), product, plan, view)
@@ -242,6 +247,8 @@ class _Ledger(TorchFunctionMode):
         if function in (F.linear, F.conv2d):
             self._layer(op, function, args, y)
         elif function is F.scaled_dot_product_attention:
+            if buffer is None and _has_no_kernel(tensors[0], tensors[1]):
+                return self._attention(op, tensors[0], tensors[1].shape[-2], made)
             for t in tensors[:3]:
                 self.books.codes(op, t, buffer) if isinstance(buffer, Quantized) else self.books.book(op, t)
             if buffer is None:
@@ -287,6 +294,15 @@ class _Ledger(TorchFunctionMode):
         elif function in OUTPUT or function in UNARY:
             self.books.book(op, y if function in OUTPUT else x)
         return 0
+
+    def _attention(self, op: str, query: Tensor, keys: int, made: int) -> int:
+        """Attention that torch composes: scaled copies of query, key and value, for each head its own, and all the chances,
+        whose gradient and that of what they are made of live inside."""
+        for name in ("query", "key", "value"):
+            self.books.add(op, (name, made), query.numel() * query.element_size())
+        chances = query.numel() // query.shape[-1] * keys * query.element_size()
+        self.books.add(op, ("chances", made), chances)
+        return 2 * chances
 
     def _product(self, op: str, tensors: list[Tensor], buffer: Any, y: Tensor) -> None:
         a, b = tensors

@@ -98,9 +98,12 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for row in rows:
         if row["peak_allocated"] is not None:
             at = row["peak_allocated"] / 2**30, row["p50_ms"]
-            axes.scatter(*at)
-            axes.annotate(row["variant"], at, textcoords="offset points", xytext=(6, 4))
-    axes.set(xlabel="peak allocated, GiB", ylabel="step, ms", xlim=(0, None), ylim=(0, None))
+            axes.scatter(*at, label=f"{row['variant']}: {at[0]:.1f} GiB, {at[1]:.0f} ms")
+    axes.set(xlabel="peak allocated, GiB", ylabel="step, ms", xlim=(0, None), yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
     axes.set_title(f"{rows[0]['workload']}, batch {rows[0]['batch']}, {rows[0]['device']}")
     try:
         figure.savefig(path, dpi=150)
