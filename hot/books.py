@@ -27,14 +27,14 @@ class Books:
     """Bytes saved and in use. A storage is known by a number, whatever tensors show it.
 
     booked: saved bytes by what they are of. makeable: what is kept that a tensor can be made again of, and its bytes.
-    by_op: saved bytes by module and op, where `path` says which module runs.
+    first: the module and op that saved a thing first, where `path` says which module runs.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.path = [""]
         self.parameters = {id(p) for p in parameters}
         self.booked: dict[Any, int] = {}
-        self.by_op: dict[tuple[str, str], int] = {}
+        self.first: dict[Any, tuple[str, str]] = {}
         self.by_layers, self.saved_in_layers = set[Any](), 0  # what of that linear and conv layers keep
         self.keys, self.numbers = dict[int, int](), count()
         self.live: Counter[int] = Counter()  # tensors of a storage
@@ -107,6 +107,12 @@ class Books:
             self.saved_in_layers += size
         if key in self.booked:
             return
-        self.booked[key] = size
-        at = self.path[-1], op
-        self.by_op[at] = self.by_op.get(at, 0) + size
+        self.booked[key], self.first[key] = size, (self.path[-1], op)
+
+    def by_op(self, beside_inputs: bool = False) -> dict[tuple[str, str], int]:
+        """Saved bytes by module and op, each thing with the first; beside_inputs: not those that a layer's input is as well."""
+        found: Counter[tuple[str, str]] = Counter()
+        for key, size in self.booked.items():
+            if not (beside_inputs and key[0] == "tensor" and key in self.by_layers):
+                found[self.first[key]] += size
+        return dict(found)

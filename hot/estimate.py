@@ -39,6 +39,7 @@ from hot.policies.layers import layers_of, scopes_of
 from hot.policies.plan import LayerPlan
 from hot.policies.quantizers import Quantizer
 from hot.policies.resolve import resolve, resolve_activations
+from hot.policies.schema import Policy
 from hot.views import View
 
 LOW = {F.linear, F.conv2d, torch.matmul, Tensor.matmul, torch.bmm, F.scaled_dot_product_attention}
@@ -104,6 +105,15 @@ def estimate(workload: Workload, variant: Variant, batch: int, points: Sequence[
     with torch.no_grad(), ledger.watching(model, blocks):
         workload.loss(model, inputs)
     return ledger.close(model, inputs)
+
+
+def books_of(model: nn.Module, policy: Policy | None, sample: Tensor, points: Sequence[Point] = ()) -> Books:
+    """What a forward of a model on the meta device saves under a policy, or as torch has it, once it ran. Raises what the model
+    raises of an input that it cannot take."""
+    ledger = _Ledger(model, Variant("", policy=policy), points)
+    with torch.no_grad(), ledger.watching(model, []):
+        model(sample)
+    return ledger.books
 
 
 def _statistics(op: str, x: Tensor, args: tuple[Any, ...]) -> int:
@@ -377,7 +387,7 @@ class _Ledger(TorchFunctionMode):
         result.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         result.moments = 2 * result.gradients
         result.saved = held = sum(self.books.booked.values())
-        result.saved_in_layers, result.by_op = self.books.saved_in_layers, self.books.by_op
+        result.saved_in_layers, result.by_op = self.books.saved_in_layers, self.books.by_op()
         gradients, backward = 0, result.gradients
         for event in reversed(self.events):
             backward = max(backward, held + gradients + event.moved)

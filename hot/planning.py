@@ -17,9 +17,10 @@ from hot.backends import AUTO, Ops, get_ops
 from hot.convert import view_of
 from hot.crossover import Point, Verdict, judge
 from hot.errors import BackendError, HotError
+from hot.estimate import books_of
 from hot.executor import holders, keep
 from hot.policies.plan import GradInputPlan, GradWeightPlan, LayerPlan, Skip, product_kind
-from hot.policies.resolve import Resolution, resolve_detailed
+from hot.policies.resolve import Resolution, resolve_activations, resolve_detailed
 from hot.policies.schema import Policy
 
 
@@ -66,6 +67,35 @@ class Row:
         }
 
 
+@dataclass(frozen=True)
+class OpRow:
+    """An op other than a layer, inside a module. buffer: how it keeps what it saves; before, after: bytes that torch and the
+    plan save."""
+
+    module: str
+    op: str
+    buffer: str
+    before: int
+    after: int
+
+
+def op_rows(policy: Policy, model: nn.Module, sample: Tensor, points: Sequence[Point] = ()) -> list[OpRow]:
+    """What the ops inside a model, on the meta device, save of a sample beside what layers keep of their inputs. Of the sample
+    only shape and dtype count."""
+    plans = resolve_activations(policy, model)
+    sample = sample.to("meta")
+    before, after = (books_of(model, how, sample, points).by_op(beside_inputs=True) for how in (None, policy))
+
+    def buffer(module: str, op: str) -> str:
+        while module and module not in plans:  # the plan of the nearest module around
+            module = module.rpartition(".")[0]
+        found = dict(plans[module].buffers) if module in plans else {}
+        return str(found.get(op.removesuffix("_"), "raw"))
+
+    places = [place for place in {**before, **after} if place[1] not in ("linear", "conv2d")]
+    return [OpRow(*place, buffer(*place), before.get(place, 0), after.get(place, 0)) for place in places]
+
+
 def plan_rows(
     policy: Policy,
     model: nn.Module,
@@ -82,11 +112,22 @@ def plan_rows(
     """
     resolutions = resolve_detailed(policy, model)
     ran = {} if sample is None else _run(model, resolutions, sample, points)
+    if sample is not None and any(_is_recomputed(resolution.plan) for resolution in resolutions.values()):
+        kept = {
+            module: size for (module, _), size in books_of(model, policy, sample.to("meta"), points).by_op().items()
+        }
+        for name, (whole, _, known) in ran.items():
+            if _is_recomputed(resolutions[name].plan) and not (known and known.leaves_exact):
+                ran[name] = whole, kept.get(name, 0), known
     rows = []
     for name, resolution in resolutions.items():
         before, after, verdict = ran.get(name, (None, None, None))
         rows.append(Row(resolution, _products(resolution.plan, verdict, device), before, after, verdict))
     return rows
+
+
+def _is_recomputed(plan: LayerPlan | Skip) -> bool:
+    return isinstance(plan, LayerPlan) and plan.buffer.recompute
 
 
 def _products(plan: LayerPlan | Skip, verdict: Verdict | None, device: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -12,8 +13,8 @@ import hot
 from hot import backends, crossover
 from hot.crossover import Point
 from hot.memory import saved_bytes
-from hot.planning import Row, plan_rows, product_text, serving
-from hot.train.models import build_model
+from hot.planning import Row, op_rows, plan_rows, product_text, serving
+from hot.train.models import Vit, build_model
 
 
 class Attention(nn.Module):
@@ -42,6 +43,22 @@ def test_bytes_are_what_a_forward_saves(policy: str) -> None:
     assert rows["q"].before == 2 * 81 * 32 * 4
     assert rows["k"].after == rows["v"].after == 0  # they share what q saves
     assert rows["frozen"].before == rows["frozen"].after == 0
+
+
+@pytest.mark.parametrize("policy", ["hot", "memory"])
+def test_layers_and_other_ops_add_up_to_what_a_forward_saves(policy: str) -> None:
+    model, sample = Vit(dim=64, depth=2, heads=2).build((3, 32, 32), 10), torch.randn(4, 3, 32, 32)
+    exact = saved_bytes(model, lambda: model(sample)).total
+    rows = plan_rows(hot.load_policy(policy), copy.deepcopy(model), sample)
+    ops = op_rows(hot.load_policy(policy), copy.deepcopy(model).to("meta"), sample)
+    hot.convert(model, hot.load_policy(policy))
+    measured = saved_bytes(model, lambda: model(sample)).total
+    own = 4 * sum(p.numel() for p in model.parameters() if p.dim() == 1)  # of norms, which some ops save and none books
+    for which, want in (("before", exact), ("after", measured)):
+        assert abs(sum(getattr(row, which) or 0 for row in (*rows, *ops)) - want) <= 0.02 * want + own
+    assert next(row.buffer for row in ops if row.op == "gelu") == ("raw" if policy == "hot" else "int4 block 64 hashed")
+    behind = next(row for row in rows if row.name == "blocks.0.mlp.fc2")
+    assert behind.before and (behind.after == 0) is (policy == "memory")  # made again of the codes of the GELU
 
 
 def test_rows_say_who_decided_and_why_not() -> None:

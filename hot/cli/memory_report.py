@@ -69,12 +69,17 @@ def show_operations(name: str, guess: Estimate) -> None:
     _print(table)
 
 
+def pattern(module: str) -> str:
+    """A module's name with * for the numbers in it, as the `match` of a policy's rule has them."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
+
+
 def show_ops(name: str, sizes: Sizes, how: str) -> None:
     """What each module and op saves, the most first. Modules that differ in numbers alone, as blocks do, are one line, written
     as the `match` of a policy's rule. how: measured or estimated."""
     groups: dict[tuple[str, str], list[int]] = {}
     for (module, op), size in sizes.items():
-        groups.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", module), op), []).append(size)
+        groups.setdefault((pattern(module), op), []).append(size)
     total = sum(sizes.values())
     table = _table(f"saved under {name}, {how}", ["module", "op", "modules", "MiB", "share"], words=2)
     for (module, op), found in sorted(groups.items(), key=lambda group: -sum(group[1])):

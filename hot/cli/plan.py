@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated, Any, Optional
 
 import torch
@@ -32,9 +33,8 @@ def plan(
 ) -> None:
     """Show each layer's plan, the rule that decided it, what serves its products and the bytes of its input that are saved; or
     why it is left exact: by the policy, or by the measured crossover."""
-    from hot.convert import activation_lines
-    from hot.planning import plan_rows
-    from hot.policies.resolve import resolve_activations, resolve_layer
+    from hot.planning import op_rows, plan_rows
+    from hot.policies.resolve import resolve_layer
     from hot.policies.schema import load_policy
     from hot.train.models import build_model
 
@@ -57,14 +57,15 @@ def plan(
             console.print(text, markup=False, highlight=False)
         return
     rows = plan_rows(chosen, built, sample, device=here, points=points)
+    ops = op_rows(chosen, built, sample, points)
     if as_json:
-        console.print_json(json.dumps([row.to_dict() for row in rows]))
+        everything = {"layers": [row.to_dict() for row in rows], "ops": [asdict(row) for row in ops]}
+        console.print_json(json.dumps(everything))
         return
     crossover = f"{len(points)} points" if points else "none measured"
     title = f"{policy} on {model}, input {tuple(sample.shape)} {sample.dtype}; crossover of {measured_on}: {crossover}"
     _print_table(rows, title)
-    for line in activation_lines(resolve_activations(chosen, built)):
-        console.print(line, markup=False, highlight=False)
+    _print_ops(ops)
 
 
 def parse_input(text: str) -> torch.Tensor:
@@ -138,6 +139,30 @@ def _print_table(rows: list[Any], title: str) -> None:
     table.add_section()
     totals = [sum(getattr(row, which) or 0 for row in rows) for which in ("before", "after")]
     table.add_row("all layers", *[""] * 5, "\n".join(map(_size, totals)))
+    console = Console()
+    Console(width=None if console.is_terminal else 200).print(table)
+
+
+def _print_ops(rows: list[Any]) -> None:
+    """What other ops save; modules that differ in numbers alone, as blocks do, are one line."""
+    from hot.cli.memory_report import pattern
+
+    groups: dict[tuple[str, str, str], list[Any]] = {}
+    for row in rows:
+        groups.setdefault((pattern(row.module), row.op, row.buffer), []).append(row)
+    table = Table(
+        title="what other ops save beside these inputs, each tensor with the first that keeps it", title_justify="left"
+    )
+    for column in ("module", "op", "kept as"):
+        table.add_column(column, overflow="fold")
+    for column in ("modules", "saved", "after"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for (module, op, buffer), found in groups.items():
+        sizes = [_size(sum(getattr(row, which) for row in found)) for which in ("before", "after")]
+        table.add_row(module or "(the model itself)", op, buffer, str(len(found)), *sizes)
+    table.add_section()
+    totals = [_size(sum(getattr(row, which) for row in rows)) for which in ("before", "after")]
+    table.add_row("all other ops", "", "", str(len(rows)), *totals)
     console = Console()
     Console(width=None if console.is_terminal else 200).print(table)
 

@@ -35,12 +35,23 @@ def test_plan_shows_every_layer_and_the_bytes(capsys: pytest.CaptureFixture[str]
 
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = {row["layer"]: row for row in json.loads(run(capsys, "plan", "hot", *VIT, "--json")[0])}
+    rows = {row["layer"]: row for row in json.loads(run(capsys, "plan", "hot", *VIT, "--json")[0])["layers"]}
     qkv = rows["blocks.0.attn.qkv"]
     assert qkv["saved_before"] == 2 * 64 * 96 * 4
     assert qkv["saved_after"] == 2 * 64 * 96 // 2 + 96 * 4  # r/n · 1 byte an element, and a scale a channel
     assert qkv["plan"]["grad_weight"]["transform"]["rank"] == 8
     assert rows["head"]["plan"] is None and "rule 1" in rows["head"]["skip"]
+
+
+def test_plan_shows_what_other_ops_save(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run(capsys, "plan", "memory", *VIT)
+    lines = {tuple(line.split("│")[1:3]): line for line in out.splitlines() if line.count("│") == 7}
+    found = {(module.strip(), op.strip()): line.split("│")[3:7] for (module, op), line in lines.items()}
+    kept, modules, before, after = (cell.strip() for cell in found["blocks.*.mlp.act", "gelu"])
+    assert (kept, modules, before) == ("int4 block 64 hashed", "4", "768.0 KiB") and after == "108.0 KiB"
+    rows = json.loads(run(capsys, "plan", "memory", *VIT, "--json")[0])["ops"]
+    own = [row for row in rows if row["op"] == "gelu"]
+    assert len(own) == 4 and sum(row["before"] for row in own) == 768 * 1024 == 4 * own[0]["before"]
 
 
 def test_plan_explains_one_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -77,7 +88,7 @@ def test_plan_shows_what_a_crossover_leaves_exact(capsys: pytest.CaptureFixture[
 def test_plan_tells_a_crossover_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     def layers(*more: str) -> dict[str, Any]:
         out = run(capsys, "plan", "hot", *VIT, "--device", "nvidia-h200", "--json", *more)[0]
-        return {row["layer"]: row for row in json.loads(out)}
+        return {row["layer"]: row for row in json.loads(out)["layers"]}
 
     rows = layers()
     proj, fc1 = rows["blocks.0.attn.proj"], rows["blocks.0.mlp.fc1"]
