@@ -42,14 +42,16 @@ from hot.policies.resolve import resolve, resolve_activations
 from hot.policies.schema import Policy
 from hot.views import View
 
-LOW = {F.linear, F.conv2d, torch.matmul, Tensor.matmul, torch.bmm, F.scaled_dot_product_attention}
+MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+LOW = {F.linear, F.conv2d, F.scaled_dot_product_attention} | MATMUL
 """What autocast runs in bf16 (of what models here call)."""
 WIDE = {
-    F.layer_norm, torch.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, F.cross_entropy,
-    torch.exp, torch.pow, Tensor.pow, torch.rsqrt, Tensor.rsqrt,
+    F.layer_norm, torch.layer_norm, F.group_norm, F.log_softmax, F.cross_entropy, torch.exp, torch.pow, Tensor.pow, torch.rsqrt,
+    Tensor.rsqrt, *SOFTMAX,
 }  # fmt: skip
 """What it runs in float32."""
-OUTPUT = {torch.rsqrt, torch.exp, torch.tanh, torch.sigmoid, F.softmax, torch.softmax, Tensor.softmax, Tensor.rsqrt}
+OUTPUT = {torch.rsqrt, torch.exp, torch.tanh, torch.sigmoid, Tensor.rsqrt}
 """What keeps its result; of the others in UNARY the input."""
 UNARY = {torch.pow, Tensor.pow, F.gelu, F.silu, torch.cos, torch.sin}
 
@@ -282,6 +284,13 @@ class _Ledger(TorchFunctionMode):
             self.books.makeable[self.books.source(y)] = self.books.codes(op, x, buffer)
         elif op in ("mul", "multiply") and len(tensors) == 2:
             self._product(op, tensors, buffer, y)
+        elif function in MATMUL:
+            self._product(op, tensors[:2], buffers.get("matmul"), y, makes=False)
+        elif function in SOFTMAX:
+            self.books.codes(op, y, buffer) if isinstance(buffer, Quantized) else self.books.book(op, y)
+        elif op in ("leaky_relu", "hardtanh", "relu6"):
+            buffer = buffers.get("hardtanh" if op == "relu6" else op)
+            self.books.book(op, x) if buffer is None else self.books.add(op, ("bits", made), y.numel() // 8)
         elif op in ("relu", "relu_"):
             if buffer is None:
                 self.books.book(op, y)
@@ -314,12 +323,14 @@ class _Ledger(TorchFunctionMode):
         self.books.add(op, ("chances", made), chances)
         return 2 * chances
 
-    def _product(self, op: str, tensors: list[Tensor], buffer: Any, y: Tensor) -> None:
+    def _product(self, op: str, tensors: list[Tensor], buffer: Any, y: Tensor, makes: bool = True) -> None:
+        """A product of two, element by element or of matrices; of the former the result can be made again (makes)."""
         a, b = tensors
-        both = a.shape == b.shape and all(map(self.books.requires_grad, tensors))
-        if both and isinstance(buffer, Quantized):
+        fits = a.shape == b.shape if makes else a.shape[:-2] == b.shape[:-2] and a.dim() > 1
+        if fits and isinstance(buffer, Quantized) and all(map(self.books.requires_grad, tensors)):
             of_a, of_b = (self.books.made_of(t) or self.books.codes(op, t, buffer) for t in tensors)
-            self.books.makeable[self.books.source(y)] = of_a | of_b
+            if makes:
+                self.books.makeable[self.books.source(y)] = of_a | of_b
             return
         for t, other in ((a, b), (b, a)):
             if id(t) not in self.books.parameters and self.books.requires_grad(other):

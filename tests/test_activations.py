@@ -22,6 +22,7 @@ from hot.kept import layout_of
 from hot.memory import saved_bytes
 from hot.train.models import Vit
 
+MASKED = ("relu", "leaky_relu", "hardtanh", "dropout")
 INT8 = {"kind": "quantized", "quantizer": {"kind": "int", "bits": 8, "granularity": "row"}}
 INT4 = {"kind": "quantized", "quantizer": {"kind": "int", "bits": 4, "granularity": "block", "block": 32}}
 MASK = {"kind": "mask"}
@@ -51,7 +52,16 @@ OPS: dict[str, tuple[str, Callable[[], nn.Module], int]] = {
     "gelu, tanh": ("gelu", lambda: nn.GELU("tanh"), 1),
     "silu": ("silu", nn.SiLU, 1),
     "attention": ("scaled_dot_product_attention", lambda: Op(attention), 3),
+    "softmax": ("softmax", lambda: nn.Softmax(-1), 1),
+    "softmax, method": ("softmax", lambda: Op(lambda x: x.softmax(1)), 1),
+    "matmul": ("matmul", lambda: Op(lambda a, b: torch.matmul(a, b.mT)), 2),
+    "matmul, operator": ("matmul", lambda: Op(lambda a, b: a @ b.mT), 2),
+    "bmm": ("matmul", lambda: Op(lambda a, b: torch.bmm(a.flatten(0, 1), b.flatten(0, 1).mT)), 2),
     "relu": ("relu", nn.ReLU, 1),
+    "leaky_relu": ("leaky_relu", lambda: nn.LeakyReLU(0.2), 1),
+    "hardtanh": ("hardtanh", lambda: nn.Hardtanh(-0.5, 0.7), 1),
+    "relu6": ("hardtanh", nn.ReLU6, 1),
+    "relu6, function": ("hardtanh", lambda: Op(F.relu6), 1),
     "relu, method": ("relu", lambda: Op(lambda x: x.relu()), 1),
     "dropout": ("dropout", lambda: nn.Dropout(0.3), 1),
 }
@@ -77,7 +87,7 @@ def test_forward_is_torchs_and_backward_near_it(name: str, dtype: torch.dtype) -
     torch.manual_seed(0)
     module, inputs = build().to(dtype), [torch.randn(3, 7, 10, 48).to(dtype) for _ in range(count)]
     expected, exact = run(module, *inputs)
-    masked = op in ("relu", "dropout")
+    masked = op in MASKED
     for buffer, limit in [(MASK, 0.0)] if masked else [(INT8, 0.02), (INT4, 0.25)]:
         hot.convert(module, policy(**{op: buffer}))
         y, grads = run(module, *inputs)
@@ -97,9 +107,9 @@ def test_bytes_that_are_saved(name: str) -> None:
     module, n = build(), 3 * 7 * 10 * 48
     inputs = [torch.randn(3, 7, 10, 48).requires_grad_() for _ in range(count)]
     before = saved_bytes(module, lambda: module(*(x * 1 for x in inputs))).total
-    hot.convert(module, policy(**{op: MASK if op in ("relu", "dropout") else INT8}))
+    hot.convert(module, policy(**{op: MASK if op in MASKED else INT8}))
     after = saved_bytes(module, lambda: module(*(x * 1 for x in inputs))).total
-    codes = n // 8 if op in ("relu", "dropout") else count * (n + 4 * n // 48)
+    codes = n // 8 if op in MASKED else count * (n + 4 * n // 48)
     scalars = 64  # the factor of x * 1, and the like
     assert codes <= after <= codes + scalars < before
 
@@ -127,10 +137,11 @@ def test_the_innermost_plan_speaks() -> None:
         assert expected <= saved_bytes(model, lambda: model(x)).total <= expected + 64
 
 
-def test_relu_in_place() -> None:
-    module, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), torch.randn(5, 8)
+@pytest.mark.parametrize("kind", [nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.ReLU6])
+def test_relus_in_place(kind: type[nn.Module]) -> None:
+    module, x = nn.Sequential(nn.Linear(8, 8), kind(inplace=True)), torch.randn(5, 8)
     expected = run(module, x)
-    hot.convert(module, policy(relu=MASK))
+    hot.convert(module, policy(relu=MASK, leaky_relu=MASK, hardtanh=MASK))
     got = run(module, x)
     assert torch.equal(got[0], expected[0])
     assert all(torch.equal(a, b) for a, b in zip(got[1], expected[1], strict=True))
@@ -224,7 +235,7 @@ FUSED = ("layer_norm", "gelu", "silu")
 
 
 @pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("name", [name for name, (op, *_) in OPS.items() if op not in ("relu", "dropout")])
+@pytest.mark.parametrize("name", [name for name, (op, *_) in OPS.items() if op not in (*MASKED, "softmax")])
 def test_where_codes_hold_the_values_gradients_are_torchs(name: str, low: bool) -> None:
     """To the bit, under autocast too: what runs again runs in the dtype that it ran in. A backward of our own rounds otherwise."""
     op, build, count = OPS[name]
@@ -242,12 +253,61 @@ def test_where_codes_hold_the_values_gradients_are_torchs(name: str, low: bool) 
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5) if op in FUSED else torch.equal(a, b)
 
 
-def test_relu_lets_pass_what_torchs_does() -> None:
-    x = torch.tensor([-1.0, -0.0, 0.0, 1.0, float("nan"), float("inf"), -float("inf")])
-    module = nn.ReLU()
+@pytest.mark.parametrize("build", [nn.ReLU, nn.LeakyReLU, lambda: nn.LeakyReLU(-0.5), nn.Hardtanh, nn.ReLU6])
+def test_relus_let_pass_what_torchs_do(build: Callable[[], nn.Module]) -> None:
+    inf = float("inf")
+    x, module = torch.tensor([-inf, -2.0, -1.0, -0.0, 0.0, 0.5, 1.0, 5.0, 6.0, 7.0, inf, float("nan")]), build()
     expected = run(module, x)[1][0]
-    hot.convert(module, policy(relu=MASK))
+    hot.convert(module, policy(relu=MASK, leaky_relu=MASK, hardtanh=MASK))
     assert torch.equal(run(module, x)[1][0], expected)
+
+
+class Eager(nn.Module):
+    """Attention as models write it out."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(q @ k.transpose(-2, -1) / 4, -1) @ v
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_written_out_attention_keeps_its_chances_once(low: bool) -> None:
+    """What softmax gave and the product behind it reads, n² values, is a byte each; gradients as those of the fused op."""
+    torch.manual_seed(0)
+    module, inputs = Eager(), [torch.randn(2, 3, 64, 16) for _ in range(3)]
+
+    def grads() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            y, found = run(module, *inputs)
+        return [y, *found]
+
+    (y, *exact), row = (
+        grads(),
+        {"kind": "quantized", "quantizer": {"kind": "int", "bits": 8, "granularity": "block", "block": 64}},
+    )
+    hot.convert(module, policy(softmax=row, matmul=row))
+    same, *near = grads()
+    assert torch.equal(y, same)
+    for a, b in zip(exact, near, strict=True):
+        assert 0 < (a - b).norm() < (0.03 if low else 0.02) * a.norm() and a.dtype == b.dtype
+    given = [x.clone().requires_grad_() for x in inputs]
+    saved = saved_bytes(module, lambda: module(*(x * 1 for x in given))).total
+    codes = (2 * 3 * 64 * (64 + 3 * 16)) * (1 + 4 / 48)
+    assert saved <= codes + 4096
+
+
+def test_products_of_other_than_two_activations_are_torchs() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    for call in (
+        lambda x, w: x @ w,  # a parameter
+        lambda x, w: (x * 1) @ w[:, 0],  # a vector
+        lambda x, w: torch.matmul((x * 1).expand(3, 4, 8), w * 1),  # broadcast
+    ):
+        module = Op(call, (8, 5))
+        expected = run(module, x)
+        hot.convert(module, policy(matmul=INT4))
+        got = run(module, x)
+        found = zip([got[0], *got[1]], [expected[0], *expected[1]], strict=True)
+        assert all(torch.equal(a, b) for a, b in found)
 
 
 def test_a_second_derivative_raises() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -50,8 +53,89 @@ class Relu(torch.autograd.Function):
         return _passed(ctx, g, 1.0), None, None
 
 
-def _passed(ctx: Any, g: Tensor, factor: float) -> Tensor:
+def leaky_relu(
+    function: Any, backend: str, input: Tensor, negative_slope: float = 0.01, inplace: bool = False
+) -> Tensor:
+    call = partial(function, negative_slope=negative_slope, inplace=inplace)
+    return _split(call, input, lambda x: x > 0, negative_slope, inplace, backend)
+
+
+def hardtanh(
+    function: Any, backend: str, input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
+) -> Tensor:
+    call = partial(function, min_val=min_val, max_val=max_val, inplace=inplace)
+    return _split(call, input, partial(_between, min_val, max_val), 0.0, inplace, backend)
+
+
+def relu6(function: Any, backend: str, input: Tensor, inplace: bool = False) -> Tensor:
+    return _split(partial(function, inplace=inplace), input, partial(_between, 0.0, 6.0), 0.0, inplace, backend)
+
+
+def _between(low: float, high: float, x: Tensor) -> Tensor:
+    """Where x is between the bounds, or NaN. torch compares halves as float32 with them, so here the bounds are the outermost
+    halves that are still within."""
+    low, high = _bound(low, x.dtype, -math.inf), _bound(high, x.dtype, math.inf)
+    return ((x <= low) | (x >= high)).logical_not_()
+
+
+@lru_cache(maxsize=256)
+def _bound(value: float, dtype: torch.dtype, beyond: float) -> float:
+    """The number of a dtype that is nearest to a bound, from the bound itself on towards `beyond`."""
+    wide = torch.tensor(value, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device="cpu")
+    found = wide.to(dtype)
+    if (found > wide) if beyond < 0 else (found < wide):
+        found = torch.nextafter(found, torch.tensor(beyond, dtype=dtype, device="cpu"))
+    return found.item()
+
+
+def _split(
+    call: Callable[[Tensor], Tensor],
+    x: Tensor,
+    passes: Callable[[Tensor], Tensor],
+    rest: float,
+    inplace: bool,
+    backend: str,
+) -> Tensor:
+    if type(x) is not Tensor or not x.requires_grad:
+        return call(x)
+    result: Tensor = Split.apply(x, call, passes, rest, inplace, backend)
+    return result
+
+
+class Split(torch.autograd.Function):
+    """A function whose gradient is that of its result where an element passes, and `rest` times that elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        call: Callable[[Tensor], Tensor],
+        passes: Callable[[Tensor], Tensor],
+        rest: float,
+        inplace: bool,
+        backend: str,
+    ) -> Tensor:
+        passed = passes(x)  # before x changes
+        ctx.layout, ctx.backend, ctx.rest = layout_of(passed.shape, passed.stride()), backend, rest
+        ctx.save_for_backward(get_ops(backend, x.device.type).pack1(ctx.layout.matrix(passed)))
+        y = call(x)
+        if inplace:
+            ctx.mark_dirty(x)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        grad = _passed(ctx, g, 1.0)
+        if ctx.rest:  # one of both is zero
+            grad = grad + _passed(ctx, g, ctx.rest, others=True)
+        return grad, *[None] * 5
+
+
+def _passed(ctx: Any, g: Tensor, factor: float, others: bool = False) -> Tensor:
+    """g times a factor where an element passed, or where it did not; zero elsewhere."""
     (bits,) = ctx.saved_tensors
+    bits = ~bits if others else bits
     grad = get_ops(ctx.backend, g.device.type).pass1(ctx.layout.matrix(g).contiguous(), bits, factor)
     return ctx.layout.tensor(grad)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from hot.activations import bits
+from hot.activations.attention import matmul, softmax
 from hot.activations.batch_norm import batch_norm
 from hot.activations.fused import activation, norm, product
 from hot.activations.hook import catching
@@ -204,8 +205,33 @@ def _mul(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -
     return product(a, b, buffer, backend)
 
 
+def _softmax(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    x, dim = _named(("input", "dim"), args, kwargs, "input", "dim")
+    if not isinstance(dim, int) or not can_keep(x) or not x.requires_grad:
+        return function(*args, **kwargs)
+    return softmax(partial(function, *args, **kwargs), x, dim, buffer, backend)
+
+
+def _matmul(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    a, b = args if len(args) == 2 and not kwargs else (0, 0)
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and can_keep(a, b) and _differentiates(a, b)):
+        return function(*args, **kwargs)
+    if a.dim() < 2 or a.shape[:-2] != b.shape[:-2] or a.shape[-1:] != b.shape[-2:-1]:  # broadcast, or torch's to refuse
+        return function(*args, **kwargs)
+    return matmul(partial(function, a, b), a, b, buffer, backend)
+
+
 def _relu(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
     return bits.relu(function, backend, *args, **kwargs)
+
+
+def _leaky_relu(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    return bits.leaky_relu(function, backend, *args, **kwargs)
+
+
+def _hardtanh(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    serve = bits.relu6 if function is F.relu6 else bits.hardtanh
+    return serve(function, backend, *args, **kwargs)
 
 
 def _dropout(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
@@ -225,6 +251,10 @@ SERVED: dict[str, tuple[tuple[Callable[..., Any], ...], Serve]] = {
     "cross_entropy": ((F.cross_entropy,), _cross_entropy),
     "max_pool2d": ((F.max_pool2d, torch.max_pool2d), _max_pool),
     "relu": ((F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_), _relu),
+    "leaky_relu": ((F.leaky_relu,), _leaky_relu),
+    "hardtanh": ((F.hardtanh, F.relu6), _hardtanh),
+    "softmax": ((F.softmax, torch.softmax, Tensor.softmax), _softmax),
+    "matmul": ((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _matmul),
     "dropout": ((F.dropout,), _dropout),
 }
 """By op: the functions that it is called by, and who serves a call."""

@@ -53,16 +53,20 @@ ACTIVATIONS: dict[str, Registry[Any]] = {
     "silu": values,
     "mul": values,
     "scaled_dot_product_attention": values,
+    "softmax": values,
+    "matmul": values,
     "cross_entropy": values,
     "module": values,
     "other": values,
     "max_pool2d": places,
     "relu": signs,
+    "leaky_relu": signs,
+    "hardtanh": signs,
     "dropout": signs,
 }
-"""The ops by the names that torch.nn.functional, and torch for `mul`, have for them, and the kinds that each
-may have. `module` is the matched module itself: it keeps its inputs and runs again in backward, whatever is inside.
-`other` is whatever else autograd saves inside: lossy, and blind to what it means."""
+"""The ops by the names that torch.nn.functional, and torch for `mul` and `matmul`, have for them, and the kinds that each may
+have; relu6 is a `hardtanh`. `module` is the matched module itself: it keeps its inputs and runs again in backward, whatever is
+inside. `other` is whatever else autograd saves inside: lossy, and blind to what it means."""
 
 EVERYTHING_RAW = from_python({op: {"kind": "raw"} for op in ACTIVATIONS}, Problems())
 """The tree under every policy: every op saves what torch saves."""
