@@ -35,10 +35,40 @@ class ResNetStep(Workload):
         return [block for stage in range(1, 5) for block in model.get_submodule(f"layer{stage}").children()]
 
 
+class WrittenOut(nn.Module):
+    """A block as models write it out: attention by softmax and two products, and kinks other than ReLU's."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.up = (nn.Linear(dim, n) for n in (3 * dim, dim, 2 * dim))
+        self.down = nn.Linear(2 * dim, dim)
+        self.kinks = nn.ModuleList([nn.LeakyReLU(), nn.ReLU6()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = self.kinks[0](self.proj((q @ k.mT).softmax(-1, dtype=torch.float32) @ v))
+        return self.down(self.kinks[1](self.up(x)))
+
+
+class WrittenOutStep(Workload):
+    def build(self) -> nn.Module:
+        return nn.Sequential(WrittenOut(64), WrittenOut(64))
+
+    def batch(self, size: int, device: torch.device) -> Batch:
+        return torch.randn(size, 96, 64, device=device), torch.empty(0, device=device)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(batch[0]).sum()
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
+
 VIT = VitStep(size=32, classes=10, patch=8, dim=64, depth=2, heads=2)
 WORKLOADS: dict[str, Workload] = {
     "vit": VIT,
     "resnet": ResNetStep(),
+    "written out": WrittenOutStep(),
     "bert": BertStep(dim=64, depth=2, heads=2, length=32, vocabulary=100),
     "llama": LlamaStep(dim=64, hidden=128, depth=2, heads=4, groups=2, length=32, vocabulary=100),
     "lora": LlamaStep(dim=64, hidden=128, depth=2, heads=4, groups=2, length=32, vocabulary=100, lora=4),
