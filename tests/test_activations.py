@@ -295,6 +295,16 @@ def test_written_out_attention_keeps_its_chances_once(low: bool) -> None:
     assert saved <= codes + 4096
 
 
+def test_a_product_keeps_what_the_other_operand_needs() -> None:
+    class Fixed(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return (a * 1) @ b
+
+    module, a, b = Fixed(), torch.randn(64, 96, requires_grad=True), torch.randn(96, 256)
+    hot.convert(module, policy(matmul=INT8))
+    assert saved_bytes(module, lambda: module(a, b)).total <= 96 * (256 + 4) + 64  # no code of a, whose factor is fixed
+
+
 def test_products_of_other_than_two_activations_are_torchs() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     for call in (

@@ -177,6 +177,16 @@ def test_only_auto_asks_and_off_silences() -> None:
     assert is_torchs(ours(*operands), theirs)
 
 
+@pytest.mark.parametrize("ratio", [1.0, 0.99])
+@pytest.mark.filterwarnings("ignore::hot.crossover.CrossoverWarning")
+def test_as_fast_as_torch_is_fast_enough(ratio: float) -> None:
+    write([point(ratio, 1, 1, 1)], HERE)
+    operands = normal(2, 20, 16), normal(12, 16, seed=1)
+    assert (
+        is_torchs(ours(*operands), grads(F.linear, *operands)) is (ratio < 1) is fate([point(ratio, 1, 1, 1)], 1, 1, 1)
+    )
+
+
 def test_says_so_once_a_weights_shape() -> None:
     write([point(0.5, 40, 12, 16)], HERE)
     with warnings.catch_warnings(record=True) as said:
