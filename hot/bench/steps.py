@@ -19,6 +19,7 @@ from hot.convert import convert
 from hot.errors import HotError, did_you_mean
 from hot.memory import PeakMemory, count_saved_bytes, saved_by_op
 from hot.policies.blocks import NESTED, validate
+from hot.policies.plugins import anchored, load_plugins
 from hot.policies.presets import preset_folder
 from hot.policies.schema import Policy
 from hot.policies.yaml_source import Node, Problems, read_yaml
@@ -28,13 +29,17 @@ FOLDER = preset_folder().parent / "memory"
 
 
 class StepConfig(BaseModel):
-    """A workload, how much of it makes a batch, and the policies that are measured beside torch's own ways."""
+    """A workload, how much of it makes a batch, and the policies that are measured beside torch's own ways.
+
+    plugins: files that register workloads of yours; loaded only with --allow-plugins.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     name: str = Field(min_length=1)
     workload: Workload
     batch: int = Field(ge=1)
     policies: list[str] = ["hot", "memory"]
+    plugins: list[str] = []
 
 
 def config_names() -> list[str]:
@@ -42,8 +47,9 @@ def config_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def load_config(name: str) -> StepConfig:
-    """The configuration of that name, or in that file. Raises PolicyError with every problem, HotError for an unknown name."""
+def load_config(name: str, *, allow_plugins: bool = False) -> StepConfig:
+    """The configuration of that name, or in that file, at whose folder the paths in it start. Raises PolicyError with every
+    problem, HotError for an unknown name or code that may not run."""
     path = Path(name) if name.endswith((".yaml", ".yml")) or "/" in name else FOLDER / f"{name}.yaml"
     if path.parent == FOLDER and not path.exists():
         known = config_names()
@@ -56,6 +62,8 @@ def load_config(name: str) -> StepConfig:
         problems.expect(root, dict)
     problems.raise_any()
     assert root is not None  # or there would have been a problem
+    root = anchored(root, path.parent, ("policies", "plugins"))
+    load_plugins(root, allow_plugins)
     root = Node({"name": Node(path.stem, root.mark, root.mark), **root.value}, root.mark, root.key)
     found = validate(StepConfig, root, problems, "a configuration")
     problems.raise_any()

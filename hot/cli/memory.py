@@ -43,7 +43,9 @@ def memory(
         typer.Option("--output", "-o", help="A CSV file to append to."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help="Let a policy run code of yours.")] = False,
+    allow_plugins: Annotated[
+        bool, typer.Option("--allow-plugins", help="Let the configuration, and its policies, run code of yours.")
+    ] = False,
 ) -> None:
     """Measure a whole training step, forward to optimizer: bytes saved, peak allocated, peak reserved, and time.
 
@@ -62,7 +64,7 @@ def memory(
 
     if plot is not None and estimate_only:
         raise HotError("--plot shows what was measured: leave --estimate-only out")
-    found = load_config(config)
+    found = load_config(config, allow_plugins=allow_plugins)
     size, where = batch or found.batch, place(device)
     limit = None if budget is None else _bytes(budget)
     policies = {name: load_policy(name, allow_plugins=allow_plugins) for name in policy or found.policies}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hot.errors import HotError, did_you_mean
 from hot.policies.blocks import NESTED, validate
+from hot.policies.plugins import anchored, load_plugins
 from hot.policies.presets import preset_folder
 from hot.policies.yaml_source import Mark, Node, Problems, from_python, join, read_text, read_yaml, show
-from hot.registry import load_plugin_file
 from hot.train.config import Experiment
 from hot.train.data import Dataset, datasets
 from hot.train.models import FromFile, Model, model_spec, models
@@ -23,6 +23,10 @@ BLOCKS = ("model", "data", "optimizer", "schedule")
 
 EXPERIMENTS = preset_folder().parent / "experiments"
 """The experiments that come with HOT."""
+
+
+PATHS = "policy", "compare", "plugins", "model"
+"""The keys under which there may be paths."""
 
 
 def experiment_names() -> list[str]:
@@ -43,12 +47,12 @@ def load_experiment(name: str, settings: Sequence[str] = (), *, allow_plugins: b
         problems.expect(root, dict)
     problems.raise_any()
     assert root is not None  # or there would have been a problem
-    root = _anchored(root, path.parent)
+    root = anchored(root, path.parent, PATHS)
     for setting in settings:
         root = _with_setting(root, setting, problems)
     problems.raise_any()
     root = _expanded(root)
-    _load_plugins(root, allow_plugins)
+    load_plugins(root, allow_plugins)
     name_node = Node(path.stem, root.mark, root.mark)
     experiment = validate(Experiment, replace(root, value={"name": name_node, **root.value}), problems, "an experiment")
     problems.raise_any()
@@ -66,21 +70,6 @@ def _find(name: str) -> Path:
             f"no experiment {name!r}{did_you_mean(name, known) or '.'} Known: {', '.join(known)}; or give a file"
         )
     return EXPERIMENTS / f"{name}.yaml"
-
-
-def _anchored(root: Node, folder: Path) -> Node:
-    """The paths of policies, plug-ins and a model's file, made to start at the folder of the experiment file."""
-
-    def anchor(node: Node) -> Node:
-        if isinstance(node.value, list):
-            return replace(node, value=[anchor(child) for child in node.value])
-        is_path = isinstance(node.value, str) and node.value.partition(":")[0].endswith((".yaml", ".yml", ".py"))
-        return replace(node, value=str(folder / node.value)) if is_path else node
-
-    found = {
-        key: anchor(child) for key, child in root.value.items() if key in ("policy", "compare", "plugins", "model")
-    }
-    return replace(root, value={**root.value, **found})
 
 
 def _with_setting(root: Node, setting: str, problems: Problems) -> Node:
@@ -118,13 +107,3 @@ def _expanded(root: Node) -> Node:
             block = model_spec(node.value) if key == "model" else {"kind": node.value}
             blocks[key] = replace(node, value={name: replace(node, value=value) for name, value in block.items()})
     return replace(root, value={**root.value, **blocks})
-
-
-def _load_plugins(root: Node, allowed: bool) -> None:
-    paths = root.value["plugins"].plain() if "plugins" in root.value else []
-    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
-        return  # the schema says what is wrong with them
-    if paths and not allowed:
-        raise HotError(f"plugins: {', '.join(paths)} is code that would run; allow it with --allow-plugins")
-    for path in paths:
-        load_plugin_file(Path(path))

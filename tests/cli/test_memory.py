@@ -111,3 +111,39 @@ def test_a_missing_library(
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, err = run(capsys, *arguments, "--device", "cpu", code=2)
     assert message in " ".join(err.split())
+
+
+PLUGIN = """
+import torch
+from torch import nn
+from hot.bench.workloads import Workload, register_workload
+
+
+@register_workload("narrow")
+class Narrow(Workload):
+    width: int = 64
+
+    def build(self):
+        return nn.Sequential(nn.Linear(self.width, 128), nn.GELU(), nn.Linear(128, 10))
+
+    def batch(self, size, device):
+        return torch.randn(size, self.width, device=device), torch.randint(0, 10, (size,), device=device)
+
+    def blocks(self, model):
+        return [model[0]]
+"""
+
+
+def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "narrow.py").write_text(PLUGIN)
+    (tmp_path / "half.yaml").write_text("version: 1\nextends: memory\n")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("workload: {kind: narrow, width: 96}\nbatch: 16\npolicies: [half.yaml]\nplugins: [narrow.py]\n")
+    err = run(capsys, str(mine), code=2)[1]
+    assert "narrow.py is code that would run; allow it with --allow-plugins" in err
+    half = str(tmp_path / "half.yaml")  # both start at the folder of the file that names them
+    arguments = "--allow-plugins", "--device", "cpu", "--repeats", "3", "--variant", "bf16", "--variant", half, "--json"
+    rows = json.loads(run(capsys, str(mine), *arguments)[0])
+    assert [row["variant"] for row in rows] == ["bf16", half] and rows[0]["workload"] == "mine"
+    assert rows[0]["saved"] > rows[1]["saved"] > 0
+    assert abs(rows[0]["estimated_saved"] / rows[0]["saved"] - 1) < 0.1
