@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,13 +15,11 @@ from torch import Tensor, nn
 from hot.bench.timing import Timing
 from hot.bench.workloads import Workload, checkpointed, workloads
 from hot.convert import convert
-from hot.errors import HotError, did_you_mean
 from hot.memory import PeakMemory, count_saved_bytes, saved_by_op
-from hot.policies.blocks import NESTED, validate
-from hot.policies.plugins import anchored, load_plugins
+from hot.policies.blocks import NESTED
+from hot.policies.configs import find_config, load_plugins, named, names_in, read_config
 from hot.policies.presets import preset_folder
 from hot.policies.schema import Policy
-from hot.policies.yaml_source import Node, Problems, read_yaml
 
 NESTED[Workload] = workloads  # for `validate`
 FOLDER = preset_folder().parent / "memory"
@@ -44,31 +41,16 @@ class StepConfig(BaseModel):
 
 def config_names() -> list[str]:
     """The configurations that come with HOT."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return names_in(FOLDER)
 
 
 def load_config(name: str, *, allow_plugins: bool = False) -> StepConfig:
     """The configuration of that name, or in that file, at whose folder the paths in it start. Raises PolicyError with every
     problem, HotError for an unknown name or code that may not run."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) or "/" in name else FOLDER / f"{name}.yaml"
-    if path.parent == FOLDER and not path.exists():
-        known = config_names()
-        raise HotError(
-            f"no configuration {name!r}{did_you_mean(name, known) or '.'} Known: {', '.join(known)}; or give a file"
-        )
-    problems = Problems()
-    root = read_yaml(path, problems)
-    if root is not None:
-        problems.expect(root, dict)
-    problems.raise_any()
-    assert root is not None  # or there would have been a problem
-    root = anchored(root, path.parent, ("policies", "plugins"))
+    path = find_config(name, FOLDER, "configuration")
+    root = read_config(path, ("policies", "plugins"))
     load_plugins(root, allow_plugins)
-    root = Node({"name": Node(path.stem, root.mark, root.mark), **root.value}, root.mark, root.key)
-    found = validate(StepConfig, root, problems, "a configuration")
-    problems.raise_any()
-    assert found is not None  # or there would have been a problem
-    return found
+    return named(StepConfig, root, path, "a configuration")
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from hot.errors import HotError, did_you_mean
-from hot.policies.blocks import NESTED, validate
-from hot.policies.plugins import anchored, load_plugins
+from hot.errors import HotError
+from hot.policies.blocks import NESTED
+from hot.policies.configs import find_config, load_plugins, named, names_in, read_config
 from hot.policies.presets import preset_folder
-from hot.policies.yaml_source import Mark, Node, Problems, from_python, join, read_text, read_yaml, show
+from hot.policies.yaml_source import Mark, Node, Problems, from_python, join, read_text, show
 from hot.train.config import Experiment
 from hot.train.data import Dataset, datasets
 from hot.train.models import FromFile, Model, model_spec, models
@@ -31,7 +30,7 @@ PATHS = "policy", "compare", "plugins", "model"
 
 def experiment_names() -> list[str]:
     """The names of the experiments that come with HOT."""
-    return sorted(path.stem for path in EXPERIMENTS.glob("*.yaml"))
+    return names_in(EXPERIMENTS)
 
 
 def load_experiment(name: str, settings: Sequence[str] = (), *, allow_plugins: bool = False) -> Experiment:
@@ -40,36 +39,17 @@ def load_experiment(name: str, settings: Sequence[str] = (), *, allow_plugins: b
     Relative paths in the file (policies, plug-ins, a model's file) start at its folder, those in settings at the
     current one. Raises PolicyError with every problem, HotError for an unknown name or code that may not run.
     """
-    path = _find(name)
-    problems = Problems()
-    root = read_yaml(path, problems)
-    if root is not None:
-        problems.expect(root, dict)
-    problems.raise_any()
-    assert root is not None  # or there would have been a problem
-    root = anchored(root, path.parent, PATHS)
+    path, problems = find_config(name, EXPERIMENTS, "experiment"), Problems()
+    root = read_config(path, PATHS)
     for setting in settings:
         root = _with_setting(root, setting, problems)
     problems.raise_any()
     root = _expanded(root)
     load_plugins(root, allow_plugins)
-    name_node = Node(path.stem, root.mark, root.mark)
-    experiment = validate(Experiment, replace(root, value={"name": name_node, **root.value}), problems, "an experiment")
-    problems.raise_any()
-    assert experiment is not None  # or there would have been a problem
+    experiment = named(Experiment, root, path, "an experiment")
     if isinstance(experiment.model, FromFile) and not allow_plugins:
         raise HotError(f"model: {experiment.model.path} is code that would run; allow it with --allow-plugins")
     return experiment
-
-
-def _find(name: str) -> Path:
-    if name.endswith((".yaml", ".yml")) or "/" in name:
-        return Path(name)
-    if name not in (known := experiment_names()):
-        raise HotError(
-            f"no experiment {name!r}{did_you_mean(name, known) or '.'} Known: {', '.join(known)}; or give a file"
-        )
-    return EXPERIMENTS / f"{name}.yaml"
 
 
 def _with_setting(root: Node, setting: str, problems: Problems) -> Node:
