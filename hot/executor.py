@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +14,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hot.backends import AUTO, Ops, get_ops
-from hot.backends.ops import in_float8
 from hot.backends.streams import Aside
 from hot.crossover import leaves_exact
 from hot.errors import HotError
 from hot.kept import Kept, can_keep
-from hot.policies.buffers import UNTRANSFORMED, Quantized, Raw
+from hot.operands import (
+    fused_arguments,
+    grad_output_operand,
+    grad_output_operands,
+    holders,
+    product,
+    some_rows,
+    weight_operand,
+)
+from hot.policies.buffers import Quantized, Raw
 from hot.policies.encode import encode
-from hot.policies.plan import GradInputPlan, LayerPlan
+from hot.policies.plan import LayerPlan
 from hot.policies.quantizers import Operand
-from hot.policies.transforms import Transform
 from hot.recipes import Make, Recipe, recipe_of
 from hot.sharing import shared
 from hot.views import Like, LinearView, View, conv2d_view
@@ -86,18 +92,29 @@ def as_written(t: Tensor) -> AbstractContextManager[object]:
     return context
 
 
-def _as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands as autocast would cast them, in copies of our own: those that it makes of weights it holds until its end,
-    half of the model again at the peak, and backward needs none of them."""
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, view: View) -> Tensor:
+    """torch's own op. Under autocast on copies of our own: those that autocast makes of weights it holds until its end,
+    half of the model again at the peak; backward needs none of them."""
     kind = x.device.type
     if kind == "meta" or torch.compiler.is_compiling() or not torch.is_autocast_enabled(kind):
-        return x, weight, bias
+        return view.forward(x, weight, bias)
     low = torch.get_autocast_dtype(kind)
-    return _cast(x, low), _cast(weight, low), None if bias is None else _cast(bias, low)
+    with as_written(x):
+        return view.forward(_cast(x, low), _cast(weight, low), None if bias is None else _cast(bias, low))
 
 
 def _cast(t: Tensor, low: torch.dtype) -> Tensor:
     return t.to(low) if t.dtype != low and t.is_floating_point() and t.dtype != torch.float64 else t
+
+
+class _Layer(NamedTuple):
+    """What backward knows of a layer beside its tensors. make: of which it makes the input again, where it is not the buffer's
+    business."""
+
+    plan: LayerPlan
+    view: View
+    like: Like
+    make: Make | None
 
 
 class Hot(torch.autograd.Function):
@@ -105,33 +122,24 @@ class Hot(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan, view: View) -> Tensor:
+        y = _forward(x, weight, bias, view)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        given = _as_autocast(x, weight, bias)
-        if torch.compiler.is_compiling():  # whose graph has autocast's own copies
-            y = view.forward(*given)
         with as_written(x):  # autocast would cast the transforms' own products
-            if not torch.compiler.is_compiling():
-                y = view.forward(*given)
             made = _recipe(x, plan) if needs_weight and x.numel() else None
             kept = keep(x, y.dtype, plan, view, made) if needs_weight and x.numel() else ()
         ctx.save_for_backward(weight if needs_input else None, *kept)
-        ctx.plan, ctx.view, ctx.make, ctx.like = (
-            plan,
-            view,
-            None if made is None else made.make,
-            Like.of(x, weight, bias),
-        )
+        ctx.layer = _Layer(plan, view, Like.of(x, weight, bias), None if made is None else made.make)
         return unviewed(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
-        needs, like = ctx.needs_input_grad[:3], ctx.like
-        if not g.numel() or not like.x_shape.numel():
-            return (*_of_nothing(g, needs, ctx.view, like), None, None)
+        needs, layer = ctx.needs_input_grad[:3], ctx.layer
+        if not g.numel() or not layer.like.x_shape.numel():
+            return (*_of_nothing(g, needs, layer.view, layer.like), None, None)
         with as_written(g):  # as in forward; backward may be called under autocast
-            return (*_backward(g, weight, tuple(kept), needs, ctx.plan, ctx.view, like, ctx.make), None, None)
+            return (*_backward(g, weight, tuple(kept), needs, layer), None, None)
 
 
 def unviewed(y: Tensor) -> Tensor:
@@ -156,14 +164,12 @@ def _backward(
     weight: Tensor | None,
     kept: tuple[Tensor, ...],
     needs: tuple[bool, bool, bool],
-    plan: LayerPlan,
-    view: View,
-    like: Like,
-    make: Make | None,
+    layer: _Layer,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of input, weight and bias; None for one that nobody needs. What paths that are torch's own compute, they
     compute at once; the others, each by its product."""
     needs_input, needs_weight, needs_bias = needs
+    plan, view, like, make = layer
     x = _exact_input(kept, plan, make) if needs_weight else None
     own = needs_input and plan.grad_input.is_exact
     grad_input = grad_weight = grad_bias = None
@@ -173,7 +179,7 @@ def _backward(
         del given
     left = needs_input and not own, needs_weight and x is None, needs_bias
     if left[0] or left[1]:
-        products = _products(g, weight, kept, left, plan, view, like, make)
+        products = _products(g, weight, kept, left, layer)
         grad_input, grad_weight = grad_input if own else products[0], products[1] if x is None else grad_weight
         grad_bias = products[2]
     if needs_bias and grad_bias is None:
@@ -204,13 +210,11 @@ def _products(
     weight: Tensor | None,
     kept: tuple[Tensor, ...],
     needs: tuple[bool, bool, bool],
-    plan: LayerPlan,
-    view: View,
-    like: Like,
-    make: Make | None,
+    layer: _Layer,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of input and weight, where needed, as the plan's products; that of the bias where it comes with them."""
     needs_input, needs_weight, needs_bias = needs
+    plan, view, like, _ = layer
     ops = get_ops(plan.backend, g.device.type)
     draw, kept = (kept[0], kept[1:]) if needs_weight and plan.grad_weight.transform.draws else (None, kept)
     tokens = view.tokens(g)
@@ -221,17 +225,17 @@ def _products(
         assert weight is not None  # forward saved it
         input_draw = plan.grad_input.transform.draw(g.device)
         with aside:  # the weight's operand needs nothing of g_y
-            right = _weight_operand(weight, plan.grad_input, held[1], input_draw, view, ops)
-    if needs_input and needs_weight and (fused := _fused(plan, held[0])):
-        left, for_weight, grad_bias = _grad_output_operands(tokens, fused, draw, needs_bias, ops)
+            right = weight_operand(weight, plan.grad_input, held[1], input_draw, view, ops)
+    if needs_input and needs_weight and (fused := fused_arguments(plan, held[0])):
+        left, for_weight, grad_bias = grad_output_operands(tokens, fused, draw, needs_bias, ops)
     elif needs_input:
-        left = _grad_output_operand(tokens, plan.grad_input, held[0], input_draw, ops)
+        left = grad_output_operand(tokens, plan.grad_input, held[0], input_draw, ops)
 
     if left and right:
         with aside:  # the two products need nothing of each other
-            grad_input = _grad_input(left, right, tokens, input_draw, plan.grad_input, view, like, ops)
+            grad_input = _grad_input(left, right, tokens, input_draw, layer, ops)
     if needs_weight:
-        grad_weight = _grad_weight(g, tokens, kept, draw, for_weight, plan, view, like, ops, make)
+        grad_weight = _grad_weight(g.dtype, tokens, kept, draw, for_weight, layer, ops)
     aside.join()
     return grad_input, grad_weight, grad_bias
 
@@ -276,136 +280,45 @@ def _keeps_input(plan: LayerPlan) -> bool:
     return plan.grad_weight.is_exact and isinstance(plan.buffer, Raw)
 
 
-class _Fused(NamedTuple):
-    """What `grad_output_operands` is told of a plan: its arguments before and behind w_draw, and the K-block of each scale."""
-
-    before: tuple[Any, ...]
-    behind: tuple[Any, ...]
-    groups: tuple[int, int]
-
-
-def _fused(plan: LayerPlan, held: str | None) -> _Fused | None:
-    """How both paths' operands are made from one read of g_y, or None where one of them has no spec that says so. held: the
-    format of grad_input's codes, where it is not the plan's."""
-    return _fuse(plan, held) if torch.compiler.is_compiling() else _fused_once(plan, held)
-
-
-def _fuse(plan: LayerPlan, held: str | None) -> _Fused | None:
-    inputs, weights = plan.grad_input, plan.grad_weight
-    if inputs.transform.axis == "tokens" or inputs.transform.draws:
-        return None
-    parts = inputs.transform, inputs.grad_output, weights.transform, weights.grad_output
-    specs = [part.spec for part in parts if part.spec is not None]
-    if len(specs) < len(parts) or specs[0]["prefix"] or specs[0]["tail"] != "pad":
-        return None
-    rows, columns = {**specs[1], "format": held or specs[1]["format"]}, specs[3]
-    before = *_values(specs[0], *_TRANSFORM[:3]), *_values(rows, *_QUANTIZER), *_values(specs[2], *_TRANSFORM)
-    return _Fused(before, _values(columns, *_QUANTIZER), (rows["group"], columns["group"]))
-
-
-def _values(spec: dict[str, Any], *names: str) -> tuple[Any, ...]:
-    return tuple(spec[name] for name in names)
-
-
-_fused_once = lru_cache(maxsize=1024)(_fuse)
-_TRANSFORM = "block", "rows", "signs", "prefix", "tail"
-_QUANTIZER = "format", "granularity", "group", "rounding", "clip"
-"""The arguments of the ops that say a transform and a quantizer, in their order."""
-
-
-def holders(path: GradInputPlan, ops: Ops, numel: float = math.inf) -> tuple[str | None, str | None]:
-    """The formats that hold grad_input's codes as float8 where the backend multiplies them so, exactly; else None for both.
-
-    numel: elements of the product; without it, a large one. Nothing of this path is saved, so the holder is the backend's own
-    business. Scales a block go with integers, but for blocks and tiles of 128, which float8 products know.
-    """
-    a, b = (quantizer.spec for quantizer in path.quantizers)
-    if numel < ops.float8 or ops.float8 == math.inf or a is None or b is None:
-        return None, None
-    scales = (a["granularity"], a["group"]), (b["granularity"], b["group"])
-    factors_out = all(granularity in ("row", "tensor") for granularity, _ in scales)
-    if not factors_out and scales != (("block", 128), ("tile", 128)):
-        return None, None
-    formats = in_float8(a["format"]), in_float8(b["format"])
-    return formats if all(formats) else (None, None)
-
-
-def _grad_output_operands(
-    tokens: Tensor, fused: _Fused, draw: Tensor | None, bias: bool, ops: Ops
-) -> tuple[Operand, Operand, Tensor | None]:
-    """grad_output's operand for each path and the exact bias gradient, from one read of g_y."""
-    made = ops.grad_output_operands(tokens, *fused.before, draw, *fused.behind, bias)
-    i_codes, i_scale, w_codes, w_scale, grad_bias = made
-    i_group, w_group = fused.groups
-    return Operand(i_codes, i_scale, i_group), Operand(w_codes, w_scale, w_group), grad_bias if bias else None
-
-
-def _contracted(path: GradInputPlan, draw: Tensor | None) -> tuple[Transform, Tensor | None]:
-    """The transform of O, the contracted axis, and its draw: none where the plan's is one of the tokens."""
-    return (UNTRANSFORMED, None) if path.transform.axis == "tokens" else (path.transform, draw)
-
-
-def _weight_operand(
-    weight: Tensor, path: GradInputPlan, held: str | None, draw: Tensor | None, view: View, ops: Ops
-) -> Operand:
-    """The weight's operand for grad_input."""
-    transform, own = _contracted(path, draw)
-    return encode(view.weight_rows(weight), transform, path.weight, ops, own, held)
-
-
-def _grad_output_operand(
-    tokens: Tensor, path: GradInputPlan, held: str | None, draw: Tensor | None, ops: Ops
-) -> Operand:
-    """grad_output's operand for grad_input alone; a transform of the tokens projects them first, the LBP-WHT way."""
-    transform, own = _contracted(path, draw)
-    if path.transform.axis == "tokens":
-        tokens = path.transform.project(tokens.permute(2, 0, 1), ops, draw).permute(1, 2, 0)
-    rows = tokens.reshape(-1, 1, tokens.shape[2])
-    return encode(rows, transform, path.grad_output, ops, own, held)
-
-
 def _grad_input(
     a: Operand,
     b: Operand,
     tokens: Tensor,
     draw: Tensor | None,
-    path: GradInputPlan,
-    view: View,
-    like: Like,
+    layer: _Layer,
     ops: Ops,
 ) -> Tensor:
     """g_x = g_y w in the shape, dtype and format of x, from both operands. tokens: g_y (samples, tokens, O), whose dtype the
     product has, as torch's own: where autocast made it a narrow one, x's comes last."""
+    path, view, like = layer.plan.grad_input, layer.view, layer.like
     samples, length, _ = tokens.shape
     rows = a.codes.shape[0] // samples  # of a sample: its tokens, or the projected ones
 
     def of_x(a: Operand) -> Tensor:
-        product = _product(a, b, tokens.dtype, tokens.dtype, ops)
+        found = product(a, b, tokens.dtype, tokens.dtype, ops)
         if path.transform.axis == "tokens":
-            projected = product.unflatten(0, (-1, rows)).transpose(1, 2)
-            product = path.transform.expand(projected, length, ops, draw).transpose(1, 2).flatten(0, 1)
-        return view.input_from_rows(product, like.x_shape, like.x_dtype)
+            projected = found.unflatten(0, (-1, rows)).transpose(1, 2)
+            found = path.transform.expand(projected, length, ops, draw).transpose(1, 2).flatten(0, 1)
+        return view.input_from_rows(found, like.x_shape, like.x_dtype)
 
     step = view.samples_at_once(length * b.codes.shape[0]) * rows
     if not step or step >= a.codes.shape[0]:
         return of_x(a).contiguous(memory_format=like.x_format)
-    parts = [of_x(_rows(a, at, step)) for at in range(0, a.codes.shape[0], step)]
+    parts = [of_x(some_rows(a, at, step)) for at in range(0, a.codes.shape[0], step)]
     return torch.cat(parts).contiguous(memory_format=like.x_format)
 
 
 def _grad_weight(
-    g: Tensor,
+    dtype: torch.dtype,
     tokens: Tensor,
     kept: tuple[Tensor, ...],
     draw: Tensor | None,
     operand: Operand | None,
-    plan: LayerPlan,
-    view: View,
-    like: Like,
+    layer: _Layer,
     ops: Ops,
-    make: Make | None,
 ) -> Tensor:
     """g_w = g_yᵀ x in the shape and dtype of the weight."""
+    plan, view, like, make = layer
     path = plan.grad_weight
     held: Tensor | Operand
     a = operand or encode(tokens.permute(2, 0, 1), path.transform, path.grad_output, ops, draw)
@@ -415,24 +328,4 @@ def _grad_weight(
         held = plan.buffer.load(kept, view.rows_shape(like.x_shape), path.transform, path.input, ops)
     if isinstance(held, Tensor):
         held = encode(view.product_rows(held, like.x_shape), path.transform, path.input, ops, draw)
-    return _product(a, held, like.weight_dtype, g.dtype, ops).view(like.weight_shape)
-
-
-def _product(a: Operand, b: Operand, dtype: torch.dtype, low: torch.dtype, ops: Ops) -> Tensor:
-    """a bᵀ in dtype. An operand that is not quantized makes it a float product in low, the dtype of the gradient."""
-    if a.scale is not None and b.scale is not None:
-        return ops.matmul(a.codes, a.scale, a.group, b.codes, b.scale, b.group, dtype)
-    left, right = (
-        operand.codes.to(low)
-        if operand.scale is None
-        else ops.dequantize(operand.codes, operand.scale, operand.group, low)
-        for operand in (a, b)
-    )
-    return (left @ right.T).to(dtype)
-
-
-def _rows(operand: Operand, at: int, step: int) -> Operand:
-    """Some rows of an operand, with their scales."""
-    codes, scale, group = operand
-    own = scale[at : at + step] if scale is not None and scale.shape[0] > 1 else scale
-    return Operand(codes[at : at + step], own, group)
+    return product(a, held, like.weight_dtype, dtype, ops).view(like.weight_shape)

@@ -18,7 +18,8 @@ from hot.convert import view_of
 from hot.crossover import Point, Verdict, judge
 from hot.errors import BackendError, HotError
 from hot.estimate import books_of
-from hot.executor import holders, keep
+from hot.executor import keep
+from hot.operands import holders
 from hot.policies.plan import GradInputPlan, GradWeightPlan, LayerPlan, Skip, product_kind
 from hot.policies.resolve import Resolution, resolve_activations, resolve_detailed
 from hot.policies.schema import Policy
@@ -90,7 +91,7 @@ def op_rows(policy: Policy, model: nn.Module, sample: Tensor, points: Sequence[P
         while module and module not in plans:  # the plan of the nearest module around
             module = module.rpartition(".")[0]
         found = dict(plans[module].buffers) if module in plans else {}
-        return str(found.get(op.removesuffix("_"), "raw"))
+        return str(found.get(op, "raw"))
 
     places = [place for place in {**before, **after} if place[1] not in ("linear", "conv2d")]
     return [OpRow(*place, buffer(*place), before.get(place, 0), after.get(place, 0)) for place in places]

@@ -75,11 +75,10 @@ class LayerPlan:
         parts: list[Transform | Quantizer] = [self.buffer.quantizer] if isinstance(self.buffer, Quantized) else []
         for path in (self.grad_input, self.grad_weight):
             parts += [path.transform, *path.quantizers]
-        for part in parts:
-            _ = (
-                part.spec
-            )  # worked out here once, as what is exact: steps, and graphs under torch.compile, read constants
+        # worked out here once: steps, and graphs under torch.compile, read constants
         _ = self.is_exact
+        for part in parts:
+            _ = part.spec
 
     @cached_property
     def is_exact(self) -> bool:

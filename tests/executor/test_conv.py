@@ -74,7 +74,7 @@ def test_columns_in_pieces(monkeypatch: pytest.MonkeyPatch, columns: int) -> Non
     """grad_input of a k×k layer works on some samples at a time, with their own scales, and gives the same."""
     import hot.executor as executor
 
-    sizes, product = [], executor._product
+    sizes, product = [], executor.product
 
     def measured(*args: object) -> torch.Tensor:
         made = product(*args)  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def test_columns_in_pieces(monkeypatch: pytest.MonkeyPatch, columns: int) -> Non
         monkeypatch.undo()
         whole = grads(run, *operands)
         monkeypatch.setattr("hot.views.COLUMNS", columns)
-        monkeypatch.setattr(executor, "_product", measured)
+        monkeypatch.setattr(executor, "product", measured)
         assert all(relative(a, b) < 1e-6 for a, b in zip(grads(run, *operands), whole, strict=True))
         assert max(sizes) <= max(columns, 6 * 6 * 4 * 9)  # one sample at least
 

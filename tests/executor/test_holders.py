@@ -13,7 +13,7 @@ from torch import Tensor
 import hot
 from hot.backends import REFERENCE, backends, get_ops, ops_for
 from hot.backends.ops import in_float8
-from hot.executor import holders
+from hot.operands import holders
 from hot.policies.plan import GradInputPlan
 from hot.policies.quantizers import Luq, Quantizer
 
