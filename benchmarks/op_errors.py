@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import hot
 from hot.activations import saving
-from hot.activations.calls import SERVED
+from hot.activations.calls import OPS
 from hot.bench.records import environment, write_csv
 from hot.policies.activations import ActivationPlan
 from hot.policies.plan import LayerPlan
@@ -36,7 +36,6 @@ from hot.train.loading import load_experiment
 from hot.train.loop import Run
 
 LAYERS = {F.linear: "linear", torch.conv2d: "conv2d", F.conv2d: "conv2d"}
-OPS = {function: op for op, (functions, _) in SERVED.items() for function in functions}
 NAMES = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias"),
     "batch_norm": ("input", "running_mean", "running_var", "weight", "bias"),

@@ -61,6 +61,26 @@ def test_layers_and_other_ops_add_up_to_what_a_forward_saves(policy: str) -> Non
     assert behind.before and (behind.after == 0) is (policy == "memory")  # made again of the codes of the GELU
 
 
+def test_ops_go_by_the_names_of_policies() -> None:
+    """Whatever function of torch's a model calls an op by."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(32, 96)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x).chunk(3, -1)
+            x = torch.bmm((q @ k.mT).softmax(-1), v)
+            return nn.functional.relu6(x.relu_()) * torch.multiply(x, v)
+
+    rows = op_rows(hot.load_policy("memory"), Written().to("meta"), torch.empty(2, 64, 32))
+    assert {row.op: row.buffer for row in rows} == {
+        "matmul": "int8 block 64 nearest", "softmax": "int8 block 64 nearest", "relu": "mask",
+        "hardtanh": "mask", "mul": "int4 block 64 hashed",
+    }  # fmt: skip
+
+
 def test_rows_say_who_decided_and_why_not() -> None:
     policy = hot.Policy(extends="hot", rules=[{"match": "q", "policy": "exact"}])
     rows = {row.name: row for row in plan_rows(policy, Attention())}

@@ -149,7 +149,14 @@ def _attention(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: 
     return recomputed(function, inputs, args, kwargs, buffer, backend, draws=bool(probability))
 
 
-def _of_batch_norm(
+def _batch_norm(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
+    return _served_batch_norm(partial(function, *args, **kwargs), buffer, backend, *args, **kwargs)
+
+
+def _served_batch_norm(
+    plain: Callable[[], Tensor],
+    buffer: Any,
+    backend: str,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -158,15 +165,10 @@ def _of_batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> tuple[Any, ...]:
-    """The arguments of F.batch_norm."""
-    return input, running_mean, running_var, weight, bias, training, momentum, eps
-
-
-def _batch_norm(function: Any, args: Args, kwargs: Kwargs, buffer: Any, backend: str) -> Any:
-    x, mean, var, weight, bias, training, momentum, eps = _of_batch_norm(*args, **kwargs)
+) -> Any:
+    x, mean, var = input, running_mean, running_var
     if not training or not can_keep(x) or not _differentiates(x, weight, bias):
-        return function(*args, **kwargs)
+        return plain()
     layout = channels_of(x.shape, x.stride())
     if buffer.is_plain and layout is not None:
         return batch_norm(x, mean, var, weight, bias, momentum, eps, Kept.of(x, buffer, backend, layout))
@@ -258,3 +260,5 @@ SERVED: dict[str, tuple[tuple[Callable[..., Any], ...], Serve]] = {
     "dropout": ((F.dropout,), _dropout),
 }
 """By op: the functions that it is called by, and who serves a call."""
+OPS = {function: op for op, (functions, _) in SERVED.items() for function in functions}
+"""The op, in the words of policies, that a function is."""

@@ -139,8 +139,7 @@ def _print_table(rows: list[Any], title: str) -> None:
     table.add_section()
     totals = [sum(getattr(row, which) or 0 for row in rows) for which in ("before", "after")]
     table.add_row("all layers", *[""] * 5, "\n".join(map(_size, totals)))
-    console = Console()
-    Console(width=None if console.is_terminal else 200).print(table)
+    _print(table)
 
 
 def _print_ops(rows: list[Any]) -> None:
@@ -163,8 +162,12 @@ def _print_ops(rows: list[Any]) -> None:
     table.add_section()
     totals = [_size(sum(getattr(row, which) for row in rows)) for which in ("before", "after")]
     table.add_row("all other ops", "", "", str(len(rows)), *totals)
-    console = Console()
-    Console(width=None if console.is_terminal else 200).print(table)
+    _print(table)
+
+
+def _print(table: Table) -> None:
+    """As wide as the terminal, and in files wide enough for every column."""
+    Console(width=None if Console().is_terminal else 200).print(table)
 
 
 def _size(count: int | None) -> str:
